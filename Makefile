@@ -1,0 +1,32 @@
+# Every command sets itself up: a virtual environment in .venv, made anew when the packaging changes.
+PYTHON ?= python3.11
+VENV := .venv
+RUN := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/python -m
+INSTALLED := $(VENV)/.installed
+
+.PHONY: benchmark test test-gpu lint types clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tools,test,lint]'
+	touch $@
+
+benchmark: $(INSTALLED)
+	$(RUN) tools.benchmark $(FLAGS)
+
+test: $(INSTALLED)
+	$(RUN) pytest -n auto -m 'not gpu' $(FLAGS)
+
+# On a machine with an NVIDIA GPU and its own jax[cuda]: the environment's python, not .venv's.
+test-gpu:
+	python3 -m pytest -m gpu $(FLAGS)
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(INSTALLED)
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
