@@ -1,0 +1,275 @@
+"""How the scan is attached to JAX: three primitives, so that every transformation has a rule.
+
+    scan        operands -> out, final state (and the states that the backward needs)
+    tangent     operands, saved states, tangents -> tangents of out and final state; linear in the tangents
+    backward    operands, saved states, cotangents -> cotangents of the operands: tangent's transpose
+
+`jax.grad` meets scan's jvp rule, then tangent's transpose rule, and so runs the hand-derived backward. `jax.jvp` lowers
+tangent itself, through the plain form below. Second derivatives differentiate tangent and backward, again through the
+plain form. A `custom_vjp` would refuse the last two.
+
+Saved states are a function of the operands that only a faster backward reads: their own tangent is zero by definition,
+as the rules of tangent and backward account for the operands in full.
+
+Batching folds the mapped axis into batch. Operands that a batch shares have a leading axis of 1 (problem.py), which
+becomes the batch's where the mapped axis holds them, and backward returns one gradient a batch row for them, so that
+per-example gradients come out of the same fold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from pallas_scan import chunked, reference
+from pallas_scan.problem import Operands, Options
+
+PLAIN_CHUNK = 64  # steps that the plain form recomputes at once when it is differentiated
+
+
+def scan(ops: Operands, options: Options) -> tuple[Array, Array]:
+    """The scan of checked operands, with every derivative. Returns out and the final state."""
+    present, arrays = _flatten(ops)
+    out, final = scan_p.bind(*arrays, present=present, options=options, save=False)
+    return out, final
+
+
+# --- the forms that the primitives stand for ---
+
+
+def _forward(*arrays: Array, present, options, save, on_gpu=False) -> list[Array]:
+    ops = _unflatten(present, arrays)
+    out, final, saved = _implementation(options, on_gpu).forward(ops, options, save=save)
+    return [out, final, saved] if save else [out, final]
+
+
+def _tangent(*arrays: Array, present, live, options) -> list[Array]:
+    ops = _unflatten(present, arrays)
+    tangents = dict(zip(live, arrays[len(present) + 1 :], strict=True))
+
+    def of_live(*values):
+        return _plain(ops._replace(**dict(zip(live, values, strict=True))), options)
+
+    primals = tuple(getattr(ops, name) for name in live)
+    return list(jax.jvp(of_live, primals, tuple(tangents.values()))[1])
+
+
+def _backward(*arrays: Array, present, live, options, on_gpu=False) -> list[Array]:
+    ops = _unflatten(present, arrays)
+    saved, dout, dfinal = arrays[len(present) :]
+    grads = _implementation(options, on_gpu).backward(ops, options, saved, dout, dfinal)
+    return [getattr(grads, name) for name in live]
+
+
+def _backward_plain(*arrays: Array, present, live, options) -> list[Array]:
+    """_backward by JAX's own differentiation, so that it can be differentiated again."""
+    ops = _unflatten(present, arrays)
+    _, dout, dfinal = arrays[len(present) :]
+    batch = ops.sizes.batch
+
+    def a_row_each(name):  # a batch's shared operands, once a row: their gradients then come one a row
+        x = getattr(ops, name)
+        return jnp.broadcast_to(x, (batch, *x.shape[1:])) if ops.is_parameter(name) else x
+
+    def of_live(*values):
+        return _plain(ops._replace(**dict(zip(live, values, strict=True))), options)
+
+    return list(jax.vjp(of_live, *map(a_row_each, live))[1]((dout, dfinal)))
+
+
+def _implementation(options: Options, on_gpu: bool):
+    name = options.implementation
+    if name == "auto":
+        name = "pallas" if on_gpu else "chunked"
+    if name == "pallas":
+        raise NotImplementedError("implementation='pallas' is not there yet")
+    return chunked
+
+
+def _plain(ops: Operands, options: Options) -> tuple[Array, Array]:
+    """`reference.linear_scan` in chunks that JAX recomputes, so that differentiating it stores no state a step."""
+    batch, seq, dim, state = ops.sizes
+    count, rest = divmod(seq, PLAIN_CHUNK)
+    timed = {name: x for name, x in ops._asdict().items() if x is not None and _has_seq(ops, name)}
+
+    @jax.checkpoint
+    def piece(h: Array, part: dict[str, Array]) -> tuple[Array, Array]:
+        out, final = reference.linear_scan(ops._replace(initial_state=h, **part), options)
+        return final, out
+
+    h = jnp.zeros((batch, dim, state), jnp.float32) if ops.initial_state is None else ops.initial_state
+    body = slice(rest, None) if options.reverse else slice(None, count * PLAIN_CHUNK)
+    tail = slice(None, rest) if options.reverse else slice(count * PLAIN_CHUNK, None)
+    outs = []
+    if count:
+
+        def by_chunk(x):
+            return jnp.moveaxis(x[:, body].reshape(batch, count, PLAIN_CHUNK, *x.shape[2:]), 1, 0)
+
+        h, out = lax.scan(piece, h, {name: by_chunk(x) for name, x in timed.items()}, reverse=options.reverse)
+        outs.append(jnp.moveaxis(out, 0, 1).reshape(batch, count * PLAIN_CHUNK, dim))
+    if rest:
+        h, out = piece(h, {name: x[:, tail] for name, x in timed.items()})
+        outs.append(out)
+    return jnp.concatenate(outs[::-1] if options.reverse else outs, axis=1), h
+
+
+def _has_seq(ops: Operands, name: str) -> bool:
+    return name != "initial_state" and not ops.is_parameter(name)
+
+
+def _flatten(ops: Operands) -> tuple[tuple[str, ...], list[Array]]:
+    pairs = [(name, x) for name, x in ops._asdict().items() if x is not None]
+    return tuple(name for name, _ in pairs), [x for _, x in pairs]
+
+
+def _unflatten(present: Sequence[str], arrays: Sequence[Array]) -> Operands:
+    by_name = dict(zip(present, arrays, strict=False))
+    return Operands(**{name: by_name.get(name) for name in Operands._fields})
+
+
+# --- the primitives and their rules ---
+
+
+def _define(name: str, form: Callable, abstract: Callable, gpu_form: Callable | None = None) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+
+    @functools.lru_cache(maxsize=1024)
+    def compiled(**params):
+        return jax.jit(lambda *arrays: primitive.bind(*arrays, **params))
+
+    primitive.def_impl(lambda *arrays, **params: compiled(**params)(*arrays))
+    mlir.register_lowering(primitive, mlir.lower_fun(form, multiple_results=True))
+    if gpu_form is not None:
+        mlir.register_lowering(primitive, mlir.lower_fun(gpu_form, multiple_results=True), platform="cuda")
+    return primitive
+
+
+def _like(x) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(x.shape, x.dtype)
+
+
+def _results(ops: Operands) -> list[jax.core.ShapedArray]:
+    batch, _, dim, state = ops.sizes
+    return [_like(ops.u), jax.core.ShapedArray((batch, dim, state), jnp.dtype("float32"))]
+
+
+def _scan_abstract(*avals, present, options, save):
+    ops = _unflatten(present, avals)
+    batch, seq, dim, state = ops.sizes
+    rows = -(-seq // options.save_every)
+    saved = jax.core.ShapedArray((batch, rows, state * dim), jnp.dtype("float32"))
+    return _results(ops) + [saved] * save
+
+
+def _tangent_abstract(*avals, present, live, options):
+    return _results(_unflatten(present, avals))
+
+
+def _backward_abstract(*avals, present, live, options):
+    ops = _unflatten(present, avals)
+    batch = ops.sizes.batch
+
+    def gradient(name):
+        x = getattr(ops, name)
+        return jax.core.ShapedArray((batch, *x.shape[1:]) if ops.is_parameter(name) else x.shape, x.dtype)
+
+    return [gradient(name) for name in live]
+
+
+scan_p = _define("selective_scan", _forward, _scan_abstract, functools.partial(_forward, on_gpu=True))
+tangent_p = _define("selective_scan_tangent", _tangent, _tangent_abstract)
+backward_p = _define(
+    "selective_scan_backward", _backward, _backward_abstract, functools.partial(_backward, on_gpu=True)
+)
+
+
+def _scan_jvp(primals, tangents, *, present, options, save):
+    out, final, saved = scan_p.bind(*primals, present=present, options=options, save=True)
+    moving = [(n, t) for n, t in zip(present, tangents, strict=True) if type(t) is not ad.Zero and n != "keep"]
+    results = [out, final] + [saved] * save
+    if not moving:
+        return results, [ad.Zero(_like(x)) for x in results]
+    live = tuple(name for name, _ in moving)
+    dots = tangent_p.bind(*primals, saved, *(t for _, t in moving), present=present, live=live, options=options)
+    return results, list(dots) + [ad.Zero(_like(saved))] * save
+
+
+def _tangent_transpose(cotangents, *arrays, present, live, options):
+    given = arrays[: len(present) + 1]
+    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+    grads = backward_p.bind(*given, *cotangents, present=present, live=live, options=options)
+    ops = _unflatten(present, given)
+
+    def summed(name, grad):  # over the rows that share the operand
+        shared = ops.is_parameter(name) and getattr(ops, name).shape[0] == 1
+        return jnp.sum(grad, axis=0, keepdims=True) if shared else grad
+
+    return [None] * len(given) + [summed(name, grad) for name, grad in zip(live, grads, strict=True)]
+
+
+def _jvp_through(form: Callable):
+    """The jvp of a primitive through a form that JAX can differentiate; the saved states are not an input of it."""
+
+    def rule(primals, tangents, **params):
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(functools.partial(form, **params), tuple(primals), tuple(tangents))
+
+    return rule
+
+
+ad.primitive_jvps[scan_p] = _scan_jvp
+ad.primitive_jvps[tangent_p] = _jvp_through(_tangent)
+ad.primitive_jvps[backward_p] = _jvp_through(_backward_plain)
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+
+
+def _batched(primitive: Primitive):
+    """Folds the mapped axis into batch, runs the primitive once, and unfolds its results."""
+
+    def rule(arrays, axes, *, present, **params):
+        mapped = next(x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None)
+        # Which array is which: operands, then (saved, tangents) or (saved, cotangents).
+        tangents = params.get("live", ()) if primitive is tangent_p else ()
+        trailing = len(arrays) - len(present) - len(tangents)
+        names = [*present, *[None] * trailing, *tangents]
+        moved = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True)]
+        is_mapped = [a is not None for a in axes]
+        first = 1 if is_mapped[0] else 0
+        batch = moved[0].shape[first]
+
+        def is_parameter(index):
+            name = names[index]
+            if name in ("B", "C"):
+                where = present.index(name)
+                return moved[where].ndim - is_mapped[where] == 3
+            return name in ("A", "D", "delta_bias")
+
+        # A parameter and its tangent have one leading axis: where one is mapped, both become a row each.
+        by_row = {n for i, n in enumerate(names) if is_parameter(i) and (is_mapped[i] or moved[i].shape[0] != 1)}
+
+        def fold(index):
+            x = moved[index]
+            if is_parameter(index) and names[index] not in by_row:
+                return x
+            x = x if is_mapped[index] else jnp.broadcast_to(x[None], (mapped, *x.shape))
+            x = jnp.broadcast_to(x, (mapped, batch, *x.shape[2:]))
+            return x.reshape(mapped * batch, *x.shape[2:])
+
+        results = primitive.bind(*map(fold, range(len(arrays))), present=present, **params)
+        return [x.reshape(mapped, batch, *x.shape[1:]) for x in results], [0] * len(results)
+
+    return rule
+
+
+for _primitive in (scan_p, tangent_p, backward_p):
+    batching.primitive_batchers[_primitive] = _batched(_primitive)

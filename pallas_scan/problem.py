@@ -1,0 +1,59 @@
+"""The canonical form of one selective scan: what every implementation takes and returns.
+
+`arguments.bind` brings a user's call into this form once; no implementation checks or reshapes arguments again.
+
+Parameters that a layer shares over its batch carry a leading axis of 1, or of batch where `jax.vmap` gave every
+example its own. That one convention lets every batching rule fold its axis into batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from pallas_scan.config import ScanConfig
+
+# Arrays carry `Any` here since the same tuple also holds avals, tangents and cotangents of the arrays.
+Arrayish = Any
+
+
+class Operands(NamedTuple):
+    """Arrays of one scan. Also the shape of its tangents and of its cotangents (then keep is None)."""
+
+    u: Arrayish  # (batch, seq, dim)
+    delta: Arrayish  # (batch, seq, dim)
+    A: Arrayish  # (1 or batch, dim, state) float32
+    B: Arrayish  # (batch, seq, groups, state), or (1 or batch, dim, state) where it does not vary
+    C: Arrayish  # as B
+    D: Arrayish | None = None  # (1 or batch, dim) float32
+    z: Arrayish | None = None  # (batch, seq, dim)
+    delta_bias: Arrayish | None = None  # (1 or batch, dim) float32
+    initial_state: Arrayish | None = None  # (batch, dim, state) float32
+    keep: Arrayish | None = None  # (batch, seq) bool; False where a new sequence begins: r_t of the recurrence
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether `name` has the (1 or batch) leading axis."""
+        return name in ("A", "D", "delta_bias") or (name in ("B", "C") and getattr(self, name).ndim == 3)
+
+    @property
+    def sizes(self) -> Sizes:
+        batch, seq, dim = self.u.shape
+        return Sizes(batch, seq, dim, self.A.shape[-1])
+
+
+class Sizes(NamedTuple):
+    batch: int
+    seq: int
+    dim: int
+    state: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Everything about a scan that is not an array; hashable, so it can be a primitive's parameter."""
+
+    delta_softplus: bool = False
+    reverse: bool = False
+    implementation: str = "auto"  # "auto": "pallas" when lowered for a GPU, "chunked" elsewhere
+    save_every: int = 8  # steps between the states that the forward saves for the backward
+    config: ScanConfig | None = None

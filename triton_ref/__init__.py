@@ -1,0 +1,1 @@
+"""A selective scan for PyTorch in Triton, apart from JAX. Its kernels are not written yet."""
