@@ -1,0 +1,106 @@
+"""The benchmark tool as a user runs it: a complete file or the old one, and usage errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tools import recording
+
+DEVICE_KEYS = [
+    "jax",
+    "backend",
+    "devices",
+    "python",
+    "device_kind",
+    "gpu",
+    "driver",
+    "gpu_memory_gb",
+    "torch",
+    "torch_cuda",
+]
+CONFIG_KEYS = ["batch", "state", "dtype", "gpu_scan_config", "note", "note_runs"]
+ROW_KEYS = [
+    "impl",
+    "mode",
+    "shape",
+    "xla_temp_mb",
+    "xla_arg_mb",
+    "xla_out_mb",
+    "compile_s",
+    "inner",
+    "median_ms",
+    "q1_ms",
+    "q3_ms",
+]
+
+
+def benchmark(*flags, **kwargs):
+    command = [sys.executable, "-m", "tools.benchmark", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+def test_writes_the_recorded_schema_and_a_table(tmp_path):
+    out = tmp_path / "b.json"
+    done = benchmark("--shapes=1x32x8x4", f"--out={out}", "--samples=1")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert list(record) == ["device", "config", "results"]
+    assert list(record["device"]) == DEVICE_KEYS and list(record["config"]) == CONFIG_KEYS
+    assert [(r["impl"], r["mode"]) for r in record["results"]] == [
+        (i, m) for m in ("fwd", "fwd_bwd") for i in ("scan", "assoc", "chunked")
+    ]
+    for row in record["results"]:
+        assert list(row) == ROW_KEYS + ["rel_err_vs_scan"] * (row["impl"] != "scan")
+        assert row["shape"] == {"batch": 1, "seq": 32, "dim": 8, "state": 4}
+        assert row["median_ms"] > 0 and row.get("rel_err_vs_scan", 0.0) < 1e-5
+    assert "chunked" in done.stdout and "x scan" in done.stdout
+
+    again = benchmark("--shapes=1x32x8x4", f"--out={out}", "--samples=1", "--modes=fwd", f"--compare={out}")
+    assert again.returncode == 0 and "other's" in again.stdout, again.stderr
+
+
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--shapes=4x5x6", "expected batch x seq x dim x state"),
+        ("--implementations=cuda", "expected any of"),
+        ("--modes=bwd", "expected any of"),
+        ("--preset=huge", "huge"),
+        ("--samples=0", "samples"),
+        ("--compare=/nowhere.json", "not a recording"),
+    ],
+)
+def test_a_bad_flag_value_is_a_usage_error(flag, message):
+    done = benchmark(flag)
+    assert done.returncode == 1
+    assert "FATAL Flags parsing error" in done.stderr and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupt_leaves_the_old_file(tmp_path):
+    out = tmp_path / "b.json"
+    out.write_text("old")
+    command = [sys.executable, "-m", "tools.benchmark", "--preset=seed", f"--out={out}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "nothing was overwritten" in stderr
+    assert out.read_text() == "old" and os.listdir(tmp_path) == ["b.json"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    out = tmp_path / "b.json"
+    out.write_text("old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recording.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        recording.write_json(out, {"a": 1})
+    assert out.read_text() == "old" and os.listdir(tmp_path) == ["b.json"]
