@@ -1,0 +1,37 @@
+"""Inputs as a Mamba layer has them at initialisation, seeded: what every tool measures on."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Shape = tuple[int, int, int, int]  # batch, seq, dim, state
+
+
+def mamba_inputs(shape: Shape, dtype: str = "float32", seed: int = 0) -> dict[str, jax.Array]:
+    """u, delta, A, B, C, D: A = -(1..state), delta log-uniform in [0.001, 0.1], D = 1, the rest standard normal."""
+    batch, seq, dim, state = shape
+    keys = jax.random.split(jax.random.key(seed), 4)
+    log_delta = jax.random.uniform(keys[1], (batch, seq, dim), minval=np.log(1e-3), maxval=np.log(1e-1))
+    return {
+        "u": jax.random.normal(keys[0], (batch, seq, dim)).astype(dtype),
+        "delta": jnp.exp(log_delta).astype(dtype),
+        "A": -jnp.broadcast_to(jnp.arange(1.0, state + 1.0), (dim, state)),
+        "B": jax.random.normal(keys[2], (batch, seq, state)).astype(dtype),
+        "C": jax.random.normal(keys[3], (batch, seq, state)).astype(dtype),
+        "D": jnp.ones(dim),
+    }
+
+
+def parse_shape(text: str) -> Shape:
+    """'4x512x256x16' -> (batch, seq, dim, state).
+
+    Raises:
+      ValueError: text is not four positive integers.
+    """
+    parts = text.split("x")
+    if len(parts) != 4 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"got {text!r}, expected batch x seq x dim x state, such as 4x512x256x16")
+    batch, seq, dim, state = map(int, parts)
+    return batch, seq, dim, state
