@@ -10,3 +10,11 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part
 def gpu_backend() -> bool:
     """Whether arrays live on a CUDA GPU by default."""
     return jax.default_backend() in ("gpu", "cuda")
+
+
+def gpu() -> tuple[str, int]:
+    """The kind and the number of multiprocessors of the GPU; of an RTX 3090's size where there is none to ask."""
+    if not gpu_backend():
+        return "none", 82
+    device = jax.devices()[0]
+    return device.device_kind, int(getattr(device, "core_count", 82))

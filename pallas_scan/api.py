@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int32, Real
 
-from pallas_scan import arguments, primitives, reference, sharding
-from pallas_scan.config import ScanConfig
+from pallas_scan import _compat, arguments, chunked, primitives, reference, sharding
+from pallas_scan.config import ScanConfig, save_every
 from pallas_scan.problem import Options
 
 
@@ -87,10 +87,12 @@ def scan(
         implementation=implementation,
         config=config,
     )
+    kernels = implementation == "pallas" or (implementation is None and _compat.gpu_backend())
     options = Options(
         delta_softplus=delta_softplus,
         reverse=reverse,
         implementation=implementation or "auto",
+        save_every=save_every(ops.u.dtype) if kernels else chunked.BLOCK,
         config=config,
     )
     run = {"scan": reference.linear_scan, "assoc": reference.associative_scan}.get(

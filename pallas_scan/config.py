@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+
+class Sizes(NamedTuple):
+    batch: int
+    seq: int
+    dim: int
+    state: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,3 +65,38 @@ class ScanConfig:
         for name in ("fwd", "bwd"):
             if not isinstance(getattr(self, name), KernelConfig):
                 raise TypeError(f"ScanConfig.{name}: got {getattr(self, name)!r}, expected a KernelConfig")
+
+
+# Recorded on an RTX 3090 (sm_86) at (4, 512..8192, 256..1024, 16), float32.
+_RTX_3090 = ScanConfig(
+    fwd=KernelConfig(chunk=8, dim_block=32, num_warps=2, segment=256),
+    bwd=KernelConfig(chunk=4, dim_block=32, num_warps=2, segment=256),
+)
+DEVICE_TABLE = {"NVIDIA GeForce RTX 3090": _RTX_3090}
+
+
+def choose(sizes: Sizes, device_kind: str, multiprocessors: int) -> ScanConfig:
+    """The configuration for a shape on a device: its entry in the table, or one from the device's size."""
+    if device_kind in DEVICE_TABLE:
+        return DEVICE_TABLE[device_kind]
+    return ScanConfig(
+        fwd=_sized(KernelConfig(chunk=4, dim_block=128, num_warps=1, segment=4), sizes, multiprocessors),
+        bwd=_sized(KernelConfig(chunk=4, dim_block=32, num_warps=1, segment=4), sizes, multiprocessors),
+    )
+
+
+def _sized(base: KernelConfig, sizes: Sizes, multiprocessors: int) -> KernelConfig:
+    """base with as many segments as give every multiprocessor 8 programs, of 64 steps at least.
+
+    A second pass doubles the exps, so there is one segment where batch and dim alone come to half of that.
+    """
+    wanted = 8 * multiprocessors
+    programs = max(1, sizes.batch * -(-sizes.dim // base.dim_block))
+    segments = 1 if 2 * programs >= wanted else -(-wanted // programs)
+    segment = max(64, -(-sizes.seq // segments))
+    return dataclasses.replace(base, segment=-(-segment // base.chunk) * base.chunk)
+
+
+def save_every(dtype: Any) -> int:
+    """Steps between saved states: at 16 states that is an activation's bytes, in float32 as in half precision."""
+    return 16 if jnp.dtype(dtype).itemsize == 4 else 32

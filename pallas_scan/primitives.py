@@ -28,7 +28,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from pallas_scan import chunked, reference
+from pallas_scan import chunked, pallas_triton, reference
 from pallas_scan.problem import Operands, Options
 
 PLAIN_CHUNK = 64  # steps that the plain form recomputes at once when it is differentiated
@@ -46,7 +46,8 @@ def scan(ops: Operands, options: Options) -> tuple[Array, Array]:
 
 def _forward(*arrays: Array, present, options, save, on_gpu=False) -> list[Array]:
     ops = _unflatten(present, arrays)
-    out, final, saved = _implementation(options, on_gpu).forward(ops, options, save=save)
+    forward, _ = _implementation(options, on_gpu)
+    out, final, saved = forward(ops, options, save=save)
     return [out, final, saved] if save else [out, final]
 
 
@@ -64,7 +65,8 @@ def _tangent(*arrays: Array, present, live, options) -> list[Array]:
 def _backward(*arrays: Array, present, live, options, on_gpu=False) -> list[Array]:
     ops = _unflatten(present, arrays)
     saved, dout, dfinal = arrays[len(present) :]
-    grads = _implementation(options, on_gpu).backward(ops, options, saved, dout, dfinal)
+    _, backward = _implementation(options, on_gpu)
+    grads = backward(ops, options, saved, dout, dfinal)
     return [getattr(grads, name) for name in live]
 
 
@@ -74,9 +76,9 @@ def _backward_plain(*arrays: Array, present, live, options) -> list[Array]:
     _, dout, dfinal = arrays[len(present) :]
     batch = ops.sizes.batch
 
-    def a_row_each(name):  # a batch's shared operands, once a row: their gradients then come one a row
+    def a_row_each(name):  # a batch's shared operands, once a row and float32, as backward returns their gradients
         x = getattr(ops, name)
-        return jnp.broadcast_to(x, (batch, *x.shape[1:])) if ops.is_parameter(name) else x
+        return jnp.broadcast_to(x.astype(jnp.float32), (batch, *x.shape[1:])) if ops.is_parameter(name) else x
 
     def of_live(*values):
         return _plain(ops._replace(**dict(zip(live, values, strict=True))), options)
@@ -84,13 +86,12 @@ def _backward_plain(*arrays: Array, present, live, options) -> list[Array]:
     return list(jax.vjp(of_live, *map(a_row_each, live))[1]((dout, dfinal)))
 
 
-def _implementation(options: Options, on_gpu: bool):
-    name = options.implementation
-    if name == "auto":
-        name = "pallas" if on_gpu else "chunked"
-    if name == "pallas":
-        raise NotImplementedError("implementation='pallas' is not there yet")
-    return chunked
+def _implementation(options: Options, on_gpu: bool) -> tuple[Callable, Callable]:
+    """Forward and backward of the implementation, for the platform that is lowered for."""
+    if options.implementation == "chunked" or (options.implementation == "auto" and not on_gpu):
+        return chunked.forward, chunked.backward
+    interpret = not on_gpu
+    return tuple(functools.partial(f, interpret=interpret) for f in (pallas_triton.forward, pallas_triton.backward))
 
 
 def _plain(ops: Operands, options: Options) -> tuple[Array, Array]:
@@ -181,7 +182,9 @@ def _backward_abstract(*avals, present, live, options):
 
     def gradient(name):
         x = getattr(ops, name)
-        return jax.core.ShapedArray((batch, *x.shape[1:]) if ops.is_parameter(name) else x.shape, x.dtype)
+        if ops.is_parameter(name):
+            return jax.core.ShapedArray((batch, *x.shape[1:]), jnp.dtype("float32"))
+        return _like(x)
 
     return [gradient(name) for name in live]
 
@@ -211,8 +214,10 @@ def _tangent_transpose(cotangents, *arrays, present, live, options):
     ops = _unflatten(present, given)
 
     def summed(name, grad):  # over the rows that share the operand
-        shared = ops.is_parameter(name) and getattr(ops, name).shape[0] == 1
-        return jnp.sum(grad, axis=0, keepdims=True) if shared else grad
+        x = getattr(ops, name)
+        if ops.is_parameter(name) and x.shape[0] == 1:
+            grad = jnp.sum(grad, axis=0, keepdims=True)
+        return grad.astype(x.dtype)
 
     return [None] * len(given) + [summed(name, grad) for name, grad in zip(live, grads, strict=True)]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from pallas_scan.config import ScanConfig
+from pallas_scan.config import ScanConfig, Sizes
 
 # Arrays carry `Any` here since the same tuple also holds avals, tangents and cotangents of the arrays.
 Arrayish = Any
@@ -39,13 +39,6 @@ class Operands(NamedTuple):
     def sizes(self) -> Sizes:
         batch, seq, dim = self.u.shape
         return Sizes(batch, seq, dim, self.A.shape[-1])
-
-
-class Sizes(NamedTuple):
-    batch: int
-    seq: int
-    dim: int
-    state: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_scan
+from pallas_scan import KernelConfig, ScanConfig
 from tests import float64
 from tests.cases import CASES, TOLERANCE, Case, cotangents, draw
 
-IMPLEMENTATIONS = ("scan", "assoc", "chunked")
+IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas")
+# Blocks so small that every case has several segments, blocks of channels and chunks an interval.
+SMALL = ScanConfig(fwd=KernelConfig(4, 2, 1, 16), bwd=KernelConfig(2, 4, 1, 16))
 
 
 def errors(case: Case, implementation: str, **options) -> dict[str, float]:
@@ -52,9 +55,18 @@ def tolerance(case: Case, tensor: str) -> float:
     return TOLERANCE[dtype]
 
 
+def check(case: Case, implementation: str, **options) -> None:
+    for tensor, error in errors(case, implementation, **options).items():
+        limit = tolerance(case, tensor)
+        assert error <= limit, f"{case}: {tensor} of {implementation} is off by {error:.2e}, at most {limit:.2e}"
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_float64(case, implementation):
-    for tensor, error in errors(case, implementation).items():
-        limit = tolerance(case, tensor)
-        assert error <= limit, f"{case}: {tensor} of {implementation} is off by {error:.2e}, at most {limit:.2e}"
+    check(case, implementation)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_small_blocks_agree_with_float64(case):
+    check(case, "pallas", config=SMALL)

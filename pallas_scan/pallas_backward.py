@@ -1,0 +1,280 @@
+"""The backward kernels (docs/derivation.md has the mathematics).
+
+    summaries   each segment from the back with a zero cotangent: the cotangent that leaves at its front, and Σδ
+    gradients   each segment again, with the summaries of the segments behind it folded in
+
+The forward saved the state before every `save_every` steps. From there a program recomputes a chunk's states into
+registers and runs the cotangent g back over them; where an interval holds several chunks, it first finds the state
+before each of them. Gradients that sum over channels (dB, dC) or over time and batch (dA, dD, ddelta_bias) are written
+as one partial result a program and summed afterwards, in a fixed order: the same bits on every run, which atomics
+would not give.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from pallas_scan.pallas_forward import fold
+from pallas_scan.pallas_tile import (
+    LOG2_E,
+    Cut,
+    Program,
+    Step,
+    as_tile,
+    call,
+    carried,
+    exp2,
+    kernel_inputs,
+    segment_passes,
+    sigmoid,
+)
+from pallas_scan.problem import Operands
+
+
+def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array) -> Operands:
+    """Gradients of a scan, those of parameters one a batch row.
+
+    Args:
+      saved: (batch, rows, state, dim) float32, from `pallas_forward.scan`.
+      dout: (batch, seq, dim) in u's dtype.
+      dfinal: (batch, dim, state) float32.
+    """
+    inputs = kernel_inputs(ops) | {"dout": dout}
+    if cut.segments > 1:
+        inputs |= _summaries(ops, cut, inputs)
+    inputs |= {"saved": saved, "dfinal": jnp.swapaxes(dfinal, 1, 2)}
+    results = call(_gradient_kernel, "selective_scan_bwd", cut, inputs, _outputs(ops, cut))
+
+    def over_segments(name: str) -> Array:
+        return jnp.sum(results[name], axis=1)
+
+    def matrix(name: str, operand: Array) -> Array:
+        if operand.ndim == 3:
+            return jnp.swapaxes(over_segments(name), 1, 2)
+        blocks = results[name]  # (blocks, batch, seq, state)
+        count = operand.shape[2]
+        blocks = blocks.reshape(count, cut.dim_blocks // count, *blocks.shape[1:])
+        return jnp.moveaxis(jnp.sum(blocks, axis=1), 0, 2).astype(operand.dtype)
+
+    return Operands(
+        u=results["du"],
+        delta=results["ddelta"],
+        A=jnp.swapaxes(over_segments("dA"), 1, 2),
+        B=matrix("dB", ops.B),
+        C=matrix("dC", ops.C),
+        D=None if ops.D is None else over_segments("dD"),
+        z=results.get("dz"),
+        delta_bias=None if ops.delta_bias is None else over_segments("ddelta_bias"),
+        initial_state=None if ops.initial_state is None else jnp.swapaxes(results["dinitial_state"], 1, 2),
+    )
+
+
+def _outputs(ops: Operands, cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:
+    def partial(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((cut.batch, *shape), jnp.float32)
+
+    def matrix(operand: Array) -> jax.ShapeDtypeStruct:
+        if operand.ndim == 3:
+            return partial(cut.segments, cut.state, cut.dim)
+        return jax.ShapeDtypeStruct((cut.dim_blocks, cut.batch, cut.seq, cut.state), jnp.float32)
+
+    outputs = {
+        "du": jax.ShapeDtypeStruct(ops.u.shape, ops.u.dtype),
+        "ddelta": jax.ShapeDtypeStruct(ops.delta.shape, ops.delta.dtype),
+        "dA": partial(cut.segments, cut.state, cut.dim),
+        "dB": matrix(ops.B),
+        "dC": matrix(ops.C),
+    }
+    if ops.D is not None:
+        outputs["dD"] = partial(cut.segments, cut.dim)
+    if ops.z is not None:
+        outputs["dz"] = jax.ShapeDtypeStruct(ops.z.shape, ops.z.dtype)
+    if ops.delta_bias is not None:
+        outputs["ddelta_bias"] = partial(cut.segments, cut.dim)
+    if ops.initial_state is not None:
+        outputs["dinitial_state"] = partial(cut.state, cut.dim)
+    return outputs
+
+
+def _summaries(ops: Operands, cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
+    outputs = {
+        "ends": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.state, cut.dim), jnp.float32),
+        "totals": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.dim), jnp.float32),
+    }
+    read = {k: v for k, v in inputs.items() if k in ("u", "delta", "A", "C", "z", "delta_bias", "keep", "dout")}
+    results = call(_summary_kernel, "selective_scan_bwd_summaries", cut, read, outputs)
+    passes = segment_passes(ops, cut)
+    return results if passes is None else results | {"passes": passes}
+
+
+def _cotangent_of_y(step: Step) -> Array:
+    assert step.dout is not None
+    dy = step.dout.astype(jnp.float32)
+    if step.z is not None:
+        z = step.z.astype(jnp.float32)
+        dy = dy * z * sigmoid(z)
+    return dy
+
+
+def _positions(program: Program, start: Array | int) -> list[Array]:
+    return [program.position(start + k) for k in range(program.cut.chunk)]
+
+
+def _summary_kernel(program: Program) -> None:
+    cut = program.cut
+    A, C = program.parameter_tile("A"), program.parameter_tile("C")
+    bias = program.parameter_vector("delta_bias")
+    chunks = cut.segment // cut.chunk
+
+    def load(chunk):
+        chunk = jnp.maximum(chunk, 0)
+        return [program.activations(p, z=True, dout=True) for p in _positions(program, chunk * cut.chunk)]
+
+    def body(i, carry):
+        g, total, steps = carry
+        chunk = chunks - 1 - i
+        following = load(chunk - 1)
+        positions = _positions(program, chunk * cut.chunk)
+        steps = [program.matrices(s, p, B=False, C=True) for s, p in zip(steps, positions, strict=True)]
+        for step, position in reversed(list(zip(steps, positions, strict=True))):
+            delta, _ = program.step_size(step.delta, bias, position)
+            g = g + as_tile(step.C, C) * _cotangent_of_y(step)[None, :]
+            g = carried(exp2(delta[None, :] * A, cut) * g, step.keep)
+            total = total + delta
+        return g, total, following
+
+    zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
+    carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), load(chunks - 1))
+    g, total, _ = lax.fori_loop(0, chunks, body, carry)
+    program.store_tile("ends", g, program.batch, program.segment)
+    program.store_vector("totals", total, program.batch, program.segment)
+
+
+def _gradient_kernel(program: Program) -> None:
+    cut, refs = program.cut, program.refs
+    A, B, C = (program.parameter_tile(name) for name in ("A", "B", "C"))
+    bias, skip = (program.parameter_vector(name) for name in ("delta_bias", "D"))
+    zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
+    zero_vector = jnp.zeros((cut.dim_block,), jnp.float32)
+
+    g = program.tile("dfinal", program.batch)
+    if cut.segments > 1:
+        g = fold(program, g, A, program.segment + 1, cut.segments, downwards=True)
+    sums = {"dA": zero}
+    sums |= {name: zero for name, fixed in (("dB", B), ("dC", C)) if fixed is not None}
+    sums |= {f"d{name}": zero_vector for name in ("D", "delta_bias") if name in refs}
+
+    per_interval = cut.save_every // cut.chunk
+
+    def load(start, **which):
+        positions = _positions(program, start)
+        steps = [program.activations(p, z=True, dout=which["dout"]) for p in positions]
+        return [(program.matrices(s, p, B=True, C=which["C"]), p) for s, p in zip(steps, positions, strict=True)]
+
+    def advance(h, step, position):
+        delta, _ = program.step_size(step.delta, bias, position)
+        decay = exp2(delta[None, :] * A, cut)
+        drive = delta * step.u.astype(jnp.float32)
+        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B), decay
+
+    def chunk_body(start, h, g, sums):
+        steps = load(start, dout=True, C=True)
+        befores, decays, afters = [], [], []
+        for step, position in steps:
+            befores.append(h)
+            h, decay = advance(h, step, position)
+            decays.append(decay)
+            afters.append(h)
+
+        sums = dict(sums)
+        stores = []
+        for (step, position), before, decay, after in reversed(list(zip(steps, befores, decays, afters, strict=True))):
+            inside, time = program.inside(position), program.time(position)
+            u = step.u.astype(jnp.float32)
+            delta, raw_delta = program.step_size(step.delta, bias, position)
+            drive = delta * u
+            dy = _cotangent_of_y(step)
+            B_t, C_t = as_tile(step.B, B), as_tile(step.C, C)
+
+            if step.z is not None:
+                y = jnp.sum(after * C_t, axis=0)
+                y = y if skip is None else y + skip * u
+                z, dout = step.z.astype(jnp.float32), step.dout.astype(jnp.float32)
+                s = sigmoid(z)
+                stores.append(("dz", dout * y * s * (1.0 + z * (1.0 - s)), time, inside))
+            g = g + C_t * dy[None, :]
+            _matrix_gradient(program, sums, "dC", after * dy[None, :], time, inside, stores)
+            _matrix_gradient(program, sums, "dB", g * drive[None, :], time, inside, stores)
+            to_drive = jnp.sum(g * B_t, axis=0)
+            g = carried(decay * g, step.keep)
+            to_exponent = carried(g * before, step.keep)
+            sums["dA"] = sums["dA"] + to_exponent * delta[None, :]
+            ddelta = u * to_drive + jnp.sum(to_exponent * A, axis=0) * (1.0 / LOG2_E)
+            du = delta * to_drive
+            if skip is not None:
+                du = du + skip * dy
+                sums["dD"] = sums["dD"] + dy * u
+            if cut.delta_softplus:
+                ddelta = ddelta * sigmoid(raw_delta)
+            if bias is not None:
+                inner = ddelta if inside is None else jnp.where(inside, ddelta, 0.0)
+                sums["ddelta_bias"] = sums["ddelta_bias"] + inner
+            stores += [("du", du, time, inside), ("ddelta", ddelta, time, inside)]
+        for name, value, time, inside in stores:
+            if name in ("dB", "dC"):
+                program.store_states(name, value, program.block, program.batch, time, inside=inside)
+            else:
+                program.store_vector(name, value, program.batch, time, inside=inside)
+        return g, sums
+
+    def interval_body(interval, carry):
+        start = interval * cut.save_every
+        h = program.tile("saved", program.batch, program.position(start) // cut.save_every)
+        if per_interval == 1:
+            return chunk_body(start, h, *carry)
+
+        # The state before each chunk of the interval, in registers.
+        def find(k, starts):
+            h = starts[-1]
+            starts = [jnp.where(k == i, h, kept) for i, kept in enumerate(starts[:-1])]
+            for step, position in load(start + k * cut.chunk, dout=False, C=False):
+                h, _ = advance(h, step, position)
+            return [*starts, h]
+
+        starts = lax.fori_loop(0, per_interval - 1, find, [h] * per_interval)
+
+        def back(j, carry):
+            k = per_interval - 1 - j
+            h = starts[-1]
+            for i, kept in enumerate(starts[:-1]):
+                h = jnp.where(k == i, kept, h)
+            return chunk_body(start + k * cut.chunk, h, *carry)
+
+        return lax.fori_loop(0, per_interval, back, carry)
+
+    intervals = cut.segment // cut.save_every
+    if program.ragged:  # the last segment may end early
+        left = (cut.seq - program.segment * cut.segment + cut.save_every - 1) // cut.save_every
+        intervals = jnp.minimum(intervals, left)
+    g, sums = lax.fori_loop(0, intervals, lambda i, carry: interval_body(intervals - 1 - i, carry), (g, sums))
+
+    for name, value in sums.items():
+        store = program.store_tile if value.ndim == 2 else program.store_vector
+        store(name, value, program.batch, program.segment)
+    if "initial_state" in refs:
+
+        @pl.when(program.segment == 0)
+        def _():
+            program.store_tile("dinitial_state", g, program.batch)
+
+
+def _matrix_gradient(program, sums, name, product, time, inside, stores) -> None:
+    """Adds a step's product [state, dim_block] to dB or dC: summed over channels, or kept where B or C is fixed."""
+    if name in sums:
+        sums[name] = sums[name] + product
+    else:
+        stores.append((name, jnp.sum(product, axis=1), time, inside))

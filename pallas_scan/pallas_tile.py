@@ -1,0 +1,338 @@
+"""What the forward and the backward kernels share: how a scan is cut into programs, and a program's view of it.
+
+A program owns a tile [state, dim_block] of one batch row and walks over one segment of the sequence, chunk by chunk.
+The state is the tile's first axis and A is read with channels contiguous, so that Triton's layout, which follows that
+load, puts neighbouring states of a channel into one thread: sums over the state then cross few lanes or none.
+
+Blocks of channels never straddle a group of B and C: a program reads one row of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+from pallas_scan.config import KernelConfig
+from pallas_scan.problem import Operands, Options
+
+LOG2_E = float(np.log2(np.e))
+MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
+MAX_TILE = 64  # values a thread holds of one tile; more would spill
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A configuration fitted to a shape; everything static that a kernel needs."""
+
+    batch: int
+    seq: int
+    dim: int
+    state: int
+    groups: int  # of channels; B and C may each have a divisor of them
+    chunk: int
+    dim_block: int
+    num_warps: int
+    segment: int
+    save_every: int
+    reverse: bool
+    delta_softplus: bool
+    interpret: bool
+
+    @property
+    def state_block(self) -> int:
+        return _power_of_two(self.state)
+
+    @property
+    def width(self) -> int:
+        """Channels a group."""
+        return self.dim // self.groups
+
+    @property
+    def dim_blocks(self) -> int:
+        return self.groups * -(-self.width // self.dim_block)
+
+    @property
+    def segments(self) -> int:
+        return -(-self.seq // self.segment)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return (self.dim_blocks, self.segments, self.batch)
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << max(0, x - 1).bit_length()
+
+
+def fit(config: KernelConfig, ops: Operands, options: Options, *, interpret: bool) -> Cut:
+    """Adjusts a configuration to a shape: blocks no larger than the shape, tiles that a thread can hold.
+
+    segment becomes a multiple of both chunk and `options.save_every`.
+    """
+    batch, seq, dim, state = ops.sizes
+    counts = [x.shape[2] for x in (ops.B, ops.C) if x.ndim == 4]
+    groups = int(np.lcm.reduce(counts)) if counts else 1
+    save_every = options.save_every
+    chunk = min(config.chunk, save_every)
+    while save_every % chunk:
+        chunk //= 2
+    state_block = _power_of_two(state)
+    dim_block = min(config.dim_block, _power_of_two(dim // groups))
+    while dim_block > 1 and dim_block * state_block > MAX_TILE * 32 * config.num_warps:
+        dim_block //= 2
+    num_warps = config.num_warps
+    while num_warps > 1 and dim_block * state_block < 32 * num_warps:
+        num_warps //= 2
+    segment = min(-(-config.segment // save_every), -(-seq // save_every)) * save_every
+    return Cut(
+        batch=batch,
+        seq=seq,
+        dim=dim,
+        state=state,
+        groups=groups,
+        chunk=chunk,
+        dim_block=dim_block,
+        num_warps=num_warps,
+        segment=segment,
+        save_every=save_every,
+        reverse=options.reverse,
+        delta_softplus=options.delta_softplus,
+        interpret=interpret,
+    )
+
+
+def exp2(x: Array, cut: Cut) -> Array:
+    """2**x in one instruction: `ex2.approx.ftz` has an error of 2 units in the last place over its whole range."""
+    if cut.interpret:  # no rule for inline assembly there
+        return jnp.exp2(x)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    asm = "ex2.approx.ftz.f32 $0, $1;"
+    return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape])[0]
+
+
+def sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def softplus(x: Array) -> Array:
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+
+@dataclasses.dataclass
+class Step:
+    """Operands of one step: [dim_block] vectors, and B and C as [state] vectors. As stored, not yet float32."""
+
+    u: Array
+    delta: Array
+    z: Array | None
+    B: Array | None
+    C: Array | None
+    keep: Array | None
+    dout: Array | None
+
+
+jax.tree_util.register_dataclass(Step, [f.name for f in dataclasses.fields(Step)], [])
+
+
+class Program:
+    """One program's place in the grid, and its loads and stores, masked where the shape is not a multiple of a block."""
+
+    def __init__(self, refs: dict[str, Any], cut: Cut) -> None:
+        self.refs, self.cut = refs, cut
+        self.block, self.segment, self.batch = (pl.program_id(axis) for axis in range(3))
+        per_group = -(-cut.width // cut.dim_block)
+        self.group = self.block // per_group
+        inside = (self.block % per_group) * cut.dim_block + lax.iota(jnp.int32, cut.dim_block)
+        self.channels = self.group * cut.width + inside  # [dim_block]
+        self.states = lax.iota(jnp.int32, cut.state_block)  # [state]
+        self.channel_mask = None if cut.width % cut.dim_block == 0 else inside < cut.width
+        self.state_mask = None if cut.state == cut.state_block else self.states < cut.state
+        self.ragged = cut.seq % cut.segment != 0
+
+    # --- positions ---
+
+    def position(self, local: Array | int) -> Array:
+        """Position in scan order of the segment's `local` step."""
+        return self.segment * self.cut.segment + local
+
+    def time(self, position: Array) -> Array:
+        return self.cut.seq - 1 - position if self.cut.reverse else position
+
+    def inside(self, position: Array) -> Array | None:
+        """Whether a position exists: None where every one does."""
+        return position < self.cut.seq if self.ragged else None
+
+    # --- loads and stores ---
+
+    def row(self, name: str) -> Array | int:
+        """The leading index of an operand that a batch may share."""
+        return self.batch if self.refs[name].shape[0] > 1 else 0
+
+    def load(self, name: str, *index: Any, mask: Array | None = None) -> Array:
+        other = None if mask is None else 0
+        return plgpu.load(self.refs[name].at[index], mask=mask, other=other)
+
+    def vector(self, name: str, *index: Any, inside: Array | None = None) -> Array:
+        """[dim_block] of an array whose last axis is dim."""
+        return self.load(name, *index, self.channels, mask=_both(self.channel_mask, inside, self.channels.shape))
+
+    def tile(self, name: str, *index: Any) -> Array:
+        """[state, dim_block] of an array whose last axes are state, dim."""
+        return self.load(name, *index, *self._tile_index(), mask=self._tile_mask())
+
+    def store_vector(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
+        ref = self.refs[name]
+        mask = _both(self.channel_mask, inside, self.channels.shape)
+        plgpu.store(ref.at[(*index, self.channels)], value.astype(ref.dtype), mask=mask)
+
+    def store_tile(self, name: str, value: Array, *index: Any) -> None:
+        plgpu.store(self.refs[name].at[(*index, *self._tile_index())], value, mask=self._tile_mask())
+
+    def store_states(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
+        """[state] into an array whose last axis is state."""
+        mask = _both(self.state_mask, inside, self.states.shape)
+        plgpu.store(self.refs[name].at[(*index, self.states)], value, mask=mask)
+
+    def _tile_index(self) -> tuple[Array, Array]:
+        shape = (self.cut.state_block, self.cut.dim_block)
+        return (
+            lax.broadcast_in_dim(self.states, shape, (0,)),
+            lax.broadcast_in_dim(self.channels, shape, (1,)),
+        )
+
+    def _tile_mask(self) -> Array | None:
+        shape = (self.cut.state_block, self.cut.dim_block)
+        states = None if self.state_mask is None else lax.broadcast_in_dim(self.state_mask, shape, (0,))
+        channels = None if self.channel_mask is None else lax.broadcast_in_dim(self.channel_mask, shape, (1,))
+        return _both(states, channels, shape)
+
+    # --- the scan's own operands ---
+
+    def activations(self, position: Array, *, z: bool, dout: bool = False) -> Step:
+        """u, delta and, where asked, z and dout of one step: what comes from memory once, and is worth prefetching."""
+        inside, time = self.inside(position), self.time(position)
+        return Step(
+            u=self.vector("u", self.batch, time, inside=inside),
+            delta=self.vector("delta", self.batch, time, inside=inside),
+            z=self.vector("z", self.batch, time, inside=inside) if z and "z" in self.refs else None,
+            dout=self.vector("dout", self.batch, time, inside=inside) if dout else None,
+            B=None,
+            C=None,
+            keep=None,
+        )
+
+    def matrices(self, step: Step, position: Array, *, B: bool, C: bool) -> Step:
+        """The step with its B, C and keep: small rows that every block of channels reads, so they come from a cache."""
+        inside, time = self.inside(position), self.time(position)
+
+        def row(name):
+            ref = self.refs[name]
+            if len(ref.shape) == 3:
+                return None
+            group = self.group // (self.cut.groups // ref.shape[2])
+            mask = _both(self.state_mask, inside, self.states.shape)
+            return self.load(name, self.batch, time, group, self.states, mask=mask)
+
+        keep = None
+        if "keep" in self.refs:
+            if inside is None:
+                keep = self.refs["keep"][self.batch, time]
+            else:
+                keep = self.refs["keep"][self.batch, jnp.clip(time, 0, self.cut.seq - 1)]
+                keep = jnp.where(inside, keep, 1)
+        return dataclasses.replace(step, B=row("B") if B else None, C=row("C") if C else None, keep=keep)
+
+    def step_size(self, delta: Array, bias: Array | None, position: Array) -> tuple[Array, Array]:
+        """δ, and delta with its bias, in float32. Steps that do not exist have δ = 0: they leave the state as it is."""
+        raw = delta.astype(jnp.float32)
+        raw = raw if bias is None else raw + bias
+        size = softplus(raw) if self.cut.delta_softplus else raw
+        inside = self.inside(position)
+        if inside is not None and (bias is not None or self.cut.delta_softplus):
+            size = jnp.where(inside, size, 0.0)
+        return size, raw
+
+    def parameter_vector(self, name: str) -> Array | None:
+        return self.vector(name, self.row(name)) if name in self.refs else None
+
+    def parameter_tile(self, name: str) -> Array | None:
+        """A, or B or C where it does not vary; None where it does."""
+        return self.tile(name, self.row(name)) if len(self.refs[name].shape) == 3 else None
+
+
+def as_tile(row: Array | None, fixed: Array | None) -> Array:
+    """B or C so that it multiplies a tile: one step's row, or the tile where it does not vary."""
+    if fixed is not None:
+        return fixed
+    assert row is not None
+    return row.astype(jnp.float32)[:, None]
+
+
+def carried(x: Array, keep: Array | None) -> Array:
+    """What passes into a step: nothing where a sequence begins."""
+    return x if keep is None else jnp.where(keep != 0, x, 0.0)
+
+
+def _both(a: Array | None, b: Array | None, shape: tuple[int, ...]) -> Array | None:
+    if b is not None and b.ndim == 0:
+        b = lax.broadcast(b, shape)
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def kernel_inputs(ops: Operands) -> dict[str, Array]:
+    """Operands as the kernels read them: tiles as (..., state, dim), A scaled for exp2, keep as int32."""
+
+    def tiled(x: Array) -> Array:
+        return jnp.swapaxes(x, -1, -2)
+
+    inputs = {
+        "u": ops.u,
+        "delta": ops.delta,
+        "A": tiled(ops.A) * LOG2_E,
+        "B": ops.B if ops.B.ndim == 4 else tiled(ops.B.astype(jnp.float32)),
+        "C": ops.C if ops.C.ndim == 4 else tiled(ops.C.astype(jnp.float32)),
+        "D": ops.D,
+        "z": ops.z,
+        "delta_bias": ops.delta_bias,
+        "initial_state": None if ops.initial_state is None else tiled(ops.initial_state),
+        "keep": None if ops.keep is None else ops.keep.astype(jnp.int32),
+    }
+    return {name: x for name, x in inputs.items() if x is not None}
+
+
+def segment_passes(ops: Operands, cut: Cut) -> Array | None:
+    """(batch, segments) int32: whether anything of the state before a segment is left after it."""
+    if ops.keep is None:
+        return None
+    keep = ops.keep[:, ::-1] if cut.reverse else ops.keep
+    keep = jnp.pad(keep, ((0, 0), (0, cut.segments * cut.segment - cut.seq)), constant_values=True)
+    return jnp.all(keep.reshape(cut.batch, cut.segments, cut.segment), axis=2).astype(jnp.int32)
+
+
+def call(kernel: Callable, name: str, cut: Cut, inputs: dict[str, Array], outputs: dict[str, jax.ShapeDtypeStruct]):
+    """Launches a kernel that takes one dict of refs, its inputs' and its outputs'. Returns a dict of the outputs."""
+    names = list(inputs)
+
+    def body(*refs):
+        kernel(Program(dict(zip([*names, *outputs], refs, strict=True)), cut))
+
+    results = pl.pallas_call(
+        body,
+        out_shape=list(outputs.values()),
+        grid=cut.grid,
+        interpret=cut.interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=cut.num_warps, num_stages=1),
+        name=name,
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))

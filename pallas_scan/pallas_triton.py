@@ -1,0 +1,156 @@
+"""`implementation="pallas"`: GPU kernels written in Pallas, lowered to Triton; in interpret mode on the CPU.
+
+Chooses the configuration, fits it to the shape and launches the kernels of pallas_forward.py and pallas_backward.py.
+More states than a tile holds are split over several scans, whose outputs add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_scan import pallas_backward, pallas_forward, pallas_tile, reference
+from pallas_scan import _compat
+from pallas_scan.config import ScanConfig, choose
+from pallas_scan.problem import Operands, Options
+
+
+def forward(
+    ops: Operands, options: Options, *, save: bool, interpret: bool = False
+) -> tuple[Array, Array, Array | None]:
+    """As `chunked.forward`; the saved states are ordered (batch, rows, state, dim)."""
+    if ops.sizes.batch == 0:
+        return _empty_forward(ops, options, save=save)
+    if ops.sizes.state > pallas_tile.MAX_STATE:
+        return _forward_by_state(ops, options, save=save, interpret=interpret)
+    cut = pallas_tile.fit(_configuration(ops, options).fwd, ops, options, interpret=interpret)
+    out, final, saved = pallas_forward.scan(ops, cut, save=save)
+    if saved is not None:
+        saved = saved.reshape(*saved.shape[:2], -1)
+    return out, jnp.swapaxes(final, 1, 2), saved
+
+
+def backward(
+    ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array, *, interpret: bool = False
+) -> Operands:
+    """As `chunked.backward`."""
+    batch, _, dim, state = ops.sizes
+    if batch == 0:
+        return jax.tree.map(jnp.zeros_like, _rows(ops)._replace(keep=None))
+    if state > pallas_tile.MAX_STATE:
+        return _backward_by_state(ops, options, saved, dout, dfinal, interpret=interpret)
+    cut = pallas_tile.fit(_configuration(ops, options).bwd, ops, options, interpret=interpret)
+    return pallas_backward.gradients(ops, cut, saved.reshape(batch, -1, state, dim), dout, dfinal)
+
+
+def _configuration(ops: Operands, options: Options) -> ScanConfig:
+    return options.config or choose(ops.sizes, *_compat.gpu())
+
+
+def _empty_forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Array, Array | None]:
+    _, seq, dim, state = ops.sizes
+    saved = jnp.zeros((0, -(-seq // options.save_every), state * dim), jnp.float32) if save else None
+    return jnp.zeros_like(ops.u), jnp.zeros((0, dim, state), jnp.float32), saved
+
+
+# --- more states than a tile holds ---
+
+
+def _rows(ops: Operands) -> Operands:
+    """Operands with parameters one a batch row, as their gradients are returned."""
+
+    def a_row_each(name, x):
+        return jnp.broadcast_to(x, (ops.sizes.batch, *x.shape[1:])) if ops.is_parameter(name) else x
+
+    return Operands(**{name: None if x is None else a_row_each(name, x) for name, x in ops._asdict().items()})
+
+
+def _by_block(x: Array) -> Array:
+    """The last axis, state, in blocks, which come first; filled up with zeros, which contribute nothing."""
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % pallas_tile.MAX_STATE)])
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, pallas_tile.MAX_STATE), -2, 0)
+
+
+def _joined(blocks: Array, state: int) -> Array:
+    """`_by_block`'s inverse."""
+    x = jnp.moveaxis(blocks, 0, -2)
+    return x.reshape(*x.shape[:-2], -1)[..., :state]
+
+
+def _blocks(ops: Operands) -> dict[str, Array]:
+    names = ("A", "B", "C", "initial_state")
+    return {name: _by_block(getattr(ops, name)) for name in names if getattr(ops, name) is not None}
+
+
+def _bare(ops: Operands, options: Options) -> tuple[Operands, Options]:
+    """The scan without what comes before and after the recurrence, in float32: what one block of states takes part in."""
+    inner = ops._replace(
+        u=ops.u.astype(jnp.float32),
+        delta=reference.step_size(ops, options),
+        D=None,
+        z=None,
+        delta_bias=None,
+    )
+    return inner, dataclasses.replace(options, delta_softplus=False)
+
+
+def _forward_by_state(ops: Operands, options: Options, *, save: bool, interpret: bool):
+    inner, inner_options = _bare(ops, options)
+
+    def body(y, block):
+        out, final, saved = forward(inner._replace(**block), inner_options, save=save, interpret=interpret)
+        return y + out, (final, saved)
+
+    y, (finals, saveds) = lax.scan(body, jnp.zeros(inner.u.shape, jnp.float32), _blocks(inner))
+    batch, _, dim, state = ops.sizes
+    if save:  # (blocks, batch, rows, block state * dim)
+        rows = saveds.shape[2]
+        saveds = saveds.reshape(-1, batch, rows, pallas_tile.MAX_STATE, dim)
+        saveds = _joined(jnp.swapaxes(saveds, 3, 4), state)  # (batch, rows, dim, state)
+        saveds = jnp.swapaxes(saveds, 2, 3).reshape(batch, rows, state * dim)
+    return reference.gate(y, ops), _joined(finals, state), saveds
+
+
+def _backward_by_state(
+    ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array, *, interpret: bool
+) -> Operands:
+    batch, _, dim, state = ops.sizes
+    inner, inner_options = _bare(ops, options)
+    blocks = _blocks(inner)
+
+    def readout(y, block):
+        out, _, _ = forward(inner._replace(**block), inner_options, save=False, interpret=interpret)
+        return y + out, None
+
+    # What surrounds the recurrence is differentiated by JAX, parameters one a row.
+    outside = {
+        k: v for k, v in _rows(ops)._asdict().items() if k in ("u", "delta", "D", "z", "delta_bias") and v is not None
+    }
+    y, _ = lax.scan(readout, jnp.zeros(inner.u.shape, jnp.float32), blocks)
+    _, pull_gate = jax.vjp(lambda y, x: reference.gate(y, ops._replace(**x)), y, outside)
+    dy, through_gate = pull_gate(dout)
+
+    saved = jnp.swapaxes(saved.reshape(batch, -1, state, dim), 2, 3)
+
+    def body(carry, block):
+        du, ddelta = carry
+        operands, saved, dfinal = block
+        saved = jnp.swapaxes(saved, 2, 3).reshape(*saved.shape[:2], -1)
+        grads = backward(inner._replace(**operands), inner_options, saved, dy, dfinal, interpret=interpret)
+        per_block = {name: getattr(grads, name) for name in operands}
+        return (du + grads.u, ddelta + grads.delta), per_block
+
+    zeros = jnp.zeros(inner.u.shape, jnp.float32)
+    (du, ddelta), per_block = lax.scan(body, (zeros, zeros), (blocks, _by_block(saved), _by_block(dfinal)))
+
+    def surroundings(x):
+        inner, _ = _bare(ops._replace(**x), options)
+        return inner.u, inner.delta
+
+    (through_inputs,) = jax.vjp(surroundings, outside)[1]((du, ddelta))
+    grads = jax.tree.map(jnp.add, through_gate, through_inputs)
+    return Operands(**grads, **{name: _joined(x, state) for name, x in per_block.items()})
