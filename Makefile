@@ -19,7 +19,7 @@ test: $(INSTALLED)
 
 # On a machine with an NVIDIA GPU and its own jax[cuda]: the environment's python, not .venv's.
 test-gpu:
-	python3 -m pytest -m gpu $(FLAGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -m gpu $(FLAGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

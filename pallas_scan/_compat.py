@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
@@ -18,3 +20,13 @@ def gpu() -> tuple[str, int]:
         return "none", 82
     device = jax.devices()[0]
     return device.device_kind, int(getattr(device, "core_count", 82))
+
+
+def lowering_for_gpu() -> contextlib.AbstractContextManager:
+    """Inside, `lower(lowering_platforms=("cuda",))` works on a machine with no GPU: from 0.11 it asks for a device."""
+    if JAX_VERSION < (0, 11):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    device = AbstractDevice("NVIDIA A10", None, "cuda")  # the sm_86 card in jax's table
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -46,7 +46,7 @@ def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array)
     inputs = kernel_inputs(ops) | {"dout": dout}
     if cut.segments > 1:
         inputs |= _summaries(ops, cut, inputs)
-    inputs |= {"saved": saved, "dfinal": jnp.swapaxes(dfinal, 1, 2)}
+    inputs |= {"saved": saved, "dfinal": jnp.swapaxes(dfinal, 1, 2), "one": jnp.ones((1,), jnp.float32)}
     results = call(_gradient_kernel, "selective_scan_bwd", cut, inputs, _outputs(ops, cut))
 
     def over_segments(name: str) -> Array:
@@ -126,7 +126,7 @@ def _positions(program: Program, start: Array | int) -> list[Array]:
 
 def _summary_kernel(program: Program) -> None:
     cut = program.cut
-    A, C = program.parameter_tile("A"), program.parameter_tile("C")
+    A, C = program.decay_rates(), program.fixed_matrix("C")
     bias = program.parameter_vector("delta_bias")
     chunks = cut.segment // cut.chunk
 
@@ -156,7 +156,7 @@ def _summary_kernel(program: Program) -> None:
 
 def _gradient_kernel(program: Program) -> None:
     cut, refs = program.cut, program.refs
-    A, B, C = (program.parameter_tile(name) for name in ("A", "B", "C"))
+    A, B, C = program.decay_rates(), program.fixed_matrix("B"), program.fixed_matrix("C")
     bias, skip = (program.parameter_vector(name) for name in ("delta_bias", "D"))
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     zero_vector = jnp.zeros((cut.dim_block,), jnp.float32)
@@ -168,6 +168,7 @@ def _gradient_kernel(program: Program) -> None:
     sums |= {name: zero for name, fixed in (("dB", B), ("dC", C)) if fixed is not None}
     sums |= {f"d{name}": zero_vector for name in ("D", "delta_bias") if name in refs}
 
+    one = refs["one"][0]
     per_interval = cut.save_every // cut.chunk
 
     def load(start, **which):
@@ -179,20 +180,17 @@ def _gradient_kernel(program: Program) -> None:
         delta, _ = program.step_size(step.delta, bias, position)
         decay = exp2(delta[None, :] * A, cut)
         drive = delta * step.u.astype(jnp.float32)
-        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B), decay
+        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B)
 
     def chunk_body(start, h, g, sums):
         steps = load(start, dout=True, C=True)
-        befores, decays, afters = [], [], []
+        states = [h]
         for step, position in steps:
-            befores.append(h)
-            h, decay = advance(h, step, position)
-            decays.append(decay)
-            afters.append(h)
+            states.append(advance(states[-1], step, position))
 
         sums = dict(sums)
-        stores = []
-        for (step, position), before, decay, after in reversed(list(zip(steps, befores, decays, afters, strict=True))):
+        for k, (step, position) in reversed(list(enumerate(steps))):
+            before, after = states[k : k + 2]
             inside, time = program.inside(position), program.time(position)
             u = step.u.astype(jnp.float32)
             delta, raw_delta = program.step_size(step.delta, bias, position)
@@ -205,12 +203,15 @@ def _gradient_kernel(program: Program) -> None:
                 y = y if skip is None else y + skip * u
                 z, dout = step.z.astype(jnp.float32), step.dout.astype(jnp.float32)
                 s = sigmoid(z)
-                stores.append(("dz", dout * y * s * (1.0 + z * (1.0 - s)), time, inside))
+                dz = dout * y * s * (1.0 + z * (1.0 - s))
+                program.store_vector("dz", dz, program.batch, time, inside=inside)
             g = g + C_t * dy[None, :]
-            _matrix_gradient(program, sums, "dC", after * dy[None, :], time, inside, stores)
-            _matrix_gradient(program, sums, "dB", g * drive[None, :], time, inside, stores)
+            _matrix_gradient(program, sums, "dC", after * dy[None, :], time, inside)
+            _matrix_gradient(program, sums, "dB", g * drive[None, :], time, inside)
             to_drive = jnp.sum(g * B_t, axis=0)
-            g = carried(decay * g, step.keep)
+            # exp2 again: keeping a chunk's decays would take as many registers as its states, and spill. Times a one
+            # that the compiler does not know, or it would keep them all the same.
+            g = carried(exp2((one * delta)[None, :] * A, cut) * g, step.keep)
             to_exponent = carried(g * before, step.keep)
             sums["dA"] = sums["dA"] + to_exponent * delta[None, :]
             ddelta = u * to_drive + jnp.sum(to_exponent * A, axis=0) * (1.0 / LOG2_E)
@@ -223,40 +224,38 @@ def _gradient_kernel(program: Program) -> None:
             if bias is not None:
                 inner = ddelta if inside is None else jnp.where(inside, ddelta, 0.0)
                 sums["ddelta_bias"] = sums["ddelta_bias"] + inner
-            stores += [("du", du, time, inside), ("ddelta", ddelta, time, inside)]
-        for name, value, time, inside in stores:
-            if name in ("dB", "dC"):
-                program.store_states(name, value, program.block, program.batch, time, inside=inside)
-            else:
-                program.store_vector(name, value, program.batch, time, inside=inside)
+            program.store_vector("du", du, program.batch, time, inside=inside)
+            program.store_vector("ddelta", ddelta, program.batch, time, inside=inside)
         return g, sums
 
     def interval_body(interval, carry):
         start = interval * cut.save_every
-        h = program.tile("saved", program.batch, program.position(start) // cut.save_every)
+
+        def first_state():
+            return program.tile("saved", program.batch, program.position(start) // cut.save_every)
+
         if per_interval == 1:
-            return chunk_body(start, h, *carry)
+            return chunk_body(start, first_state(), *carry)
 
-        # The state before each chunk of the interval, in registers.
-        def find(k, starts):
-            h = starts[-1]
-            starts = [jnp.where(k == i, h, kept) for i, kept in enumerate(starts[:-1])]
+        # The states before the interval's later chunks, in registers; that before its first is read again.
+        def find(k, carry):
+            h, later = carry
             for step, position in load(start + k * cut.chunk, dout=False, C=False):
-                h, _ = advance(h, step, position)
-            return [*starts, h]
+                h = advance(h, step, position)
+            return h, [jnp.where(k == i, h, kept) for i, kept in enumerate(later)]
 
-        starts = lax.fori_loop(0, per_interval - 1, find, [h] * per_interval)
+        _, later = lax.fori_loop(0, per_interval - 1, find, (first_state(), [zero] * (per_interval - 1)))
 
         def back(j, carry):
             k = per_interval - 1 - j
-            h = starts[-1]
-            for i, kept in enumerate(starts[:-1]):
-                h = jnp.where(k == i, kept, h)
+            h = first_state()
+            for i, kept in enumerate(later):
+                h = jnp.where(k == i + 1, kept, h)
             return chunk_body(start + k * cut.chunk, h, *carry)
 
         return lax.fori_loop(0, per_interval, back, carry)
 
-    intervals = cut.segment // cut.save_every
+    intervals: Array | int = cut.segment // cut.save_every
     if program.ragged:  # the last segment may end early
         left = (cut.seq - program.segment * cut.segment + cut.save_every - 1) // cut.save_every
         intervals = jnp.minimum(intervals, left)
@@ -272,9 +271,9 @@ def _gradient_kernel(program: Program) -> None:
             program.store_tile("dinitial_state", g, program.batch)
 
 
-def _matrix_gradient(program, sums, name, product, time, inside, stores) -> None:
+def _matrix_gradient(program, sums, name, product, time, inside) -> None:
     """Adds a step's product [state, dim_block] to dB or dC: summed over channels, or kept where B or C is fixed."""
     if name in sums:
         sums[name] = sums[name] + product
     else:
-        stores.append((name, jnp.sum(product, axis=1), time, inside))
+        program.store_states(name, jnp.sum(product, axis=1), program.block, program.batch, time, inside=inside)

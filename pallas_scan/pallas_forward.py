@@ -80,7 +80,7 @@ def _advance(program: Program, h: Array, A: Array, B: Array | None, step: Step, 
 
 def _summary_kernel(program: Program) -> None:
     cut = program.cut
-    A, B = program.parameter_tile("A"), program.parameter_tile("B")
+    A, B = program.decay_rates(), program.fixed_matrix("B")
     bias = program.parameter_vector("delta_bias")
 
     def body(chunk, carry):
@@ -117,7 +117,7 @@ def fold(program: Program, h: Array, A: Array, first: Array | int, last: Array |
 
 def _scan_kernel(program: Program) -> None:
     cut, refs = program.cut, program.refs
-    A, B, C = (program.parameter_tile(name) for name in ("A", "B", "C"))
+    A, B, C = program.decay_rates(), program.fixed_matrix("B"), program.fixed_matrix("C")
     bias, skip = (program.parameter_vector(name) for name in ("delta_bias", "D"))
     h = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     if "initial_state" in refs:

@@ -144,7 +144,7 @@ jax.tree_util.register_dataclass(Step, [f.name for f in dataclasses.fields(Step)
 
 
 class Program:
-    """One program's place in the grid, and its loads and stores, masked where the shape is not a multiple of a block."""
+    """One program's place in the grid, its loads and its stores, masked where the shape is no multiple of a block."""
 
     def __init__(self, refs: dict[str, Any], cut: Cut) -> None:
         self.refs, self.cut = refs, cut
@@ -264,8 +264,12 @@ class Program:
     def parameter_vector(self, name: str) -> Array | None:
         return self.vector(name, self.row(name)) if name in self.refs else None
 
-    def parameter_tile(self, name: str) -> Array | None:
-        """A, or B or C where it does not vary; None where it does."""
+    def decay_rates(self) -> Array:
+        """A log2 e: exp(δ A) is exp2 of δ times this."""
+        return self.tile("A", self.row("A"))
+
+    def fixed_matrix(self, name: str) -> Array | None:
+        """B or C where it does not vary; None where it does."""
         return self.tile(name, self.row(name)) if len(self.refs[name].shape) == 3 else None
 
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_scan import pallas_backward, pallas_forward, pallas_tile, reference
-from pallas_scan import _compat
+from pallas_scan import _compat, pallas_backward, pallas_forward, pallas_tile, reference
 from pallas_scan.config import ScanConfig, choose
 from pallas_scan.problem import Operands, Options
 
@@ -87,7 +86,7 @@ def _blocks(ops: Operands) -> dict[str, Array]:
 
 
 def _bare(ops: Operands, options: Options) -> tuple[Operands, Options]:
-    """The scan without what comes before and after the recurrence, in float32: what one block of states takes part in."""
+    """The scan without what comes before and after the recurrence, in float32: a block of states' part in it."""
     inner = ops._replace(
         u=ops.u.astype(jnp.float32),
         delta=reference.step_size(ops, options),

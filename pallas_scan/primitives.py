@@ -91,7 +91,10 @@ def _implementation(options: Options, on_gpu: bool) -> tuple[Callable, Callable]
     if options.implementation == "chunked" or (options.implementation == "auto" and not on_gpu):
         return chunked.forward, chunked.backward
     interpret = not on_gpu
-    return tuple(functools.partial(f, interpret=interpret) for f in (pallas_triton.forward, pallas_triton.backward))
+    return (
+        functools.partial(pallas_triton.forward, interpret=interpret),
+        functools.partial(pallas_triton.backward, interpret=interpret),
+    )
 
 
 def _plain(ops: Operands, options: Options) -> tuple[Array, Array]:

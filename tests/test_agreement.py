@@ -45,20 +45,26 @@ def errors(case: Case, implementation: str, **options) -> dict[str, float]:
     return {k: float64.relative_error(got, wanted) for k, (got, wanted) in pairs.items()}
 
 
+def dtype_of(case: Case, tensor: str) -> str:
+    if tensor in ("final_state", "dA", "dD", "ddelta_bias", "dinitial_state"):
+        return "float32"
+    if tensor in ("dB", "dC"):
+        return case.matrix_dtype or case.dtype
+    return case.dtype
+
+
 def tolerance(case: Case, tensor: str) -> float:
     """float32 results of half-precision inputs are held to float32's tolerance."""
-    dtype = case.dtype
-    if tensor in ("final_state", "dA", "dD", "ddelta_bias", "dinitial_state"):
-        dtype = "float32"
-    if tensor in ("dB", "dC"):
-        dtype = case.matrix_dtype or case.dtype
-    return TOLERANCE[dtype]
+    return TOLERANCE[dtype_of(case, tensor)]
 
 
-def check(case: Case, implementation: str, **options) -> None:
-    for tensor, error in errors(case, implementation, **options).items():
+def check(case: Case, implementation: str, **options) -> dict[str, float]:
+    """Asserts every tolerance; returns the errors by "tensor dtype", the dtype being the result's."""
+    found = errors(case, implementation, **options)
+    for tensor, error in found.items():
         limit = tolerance(case, tensor)
         assert error <= limit, f"{case}: {tensor} of {implementation} is off by {error:.2e}, at most {limit:.2e}"
+    return {f"{tensor} {dtype_of(case, tensor)}": error for tensor, error in found.items()}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,0 +1,146 @@
+"""On an NVIDIA GPU: `make test-gpu`. The grid, the same bits on every run, memory, sizes beyond 32 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_scan
+from tests import float64
+from tests.cases import CASES, Case, draw
+from tests.test_agreement import SMALL, check
+from tests.test_pallas import _CONFIGS, _SHAPES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
+]
+
+_LARGER = [
+    Case("mamba_layer", batch=2, seq=515, dim=320, state=16, z=True, bias=True, softplus=True, initial=True),
+    Case("packed_layer", batch=2, seq=1000, dim=192, state=16, segments=True, initial=True, z=True),
+    Case("reverse_layer", batch=1, seq=777, dim=130, state=16, B=2, C=2, reverse=True, z=True),
+    Case("bfloat16_layer", batch=2, seq=515, dim=320, state=16, z=True, bias=True, softplus=True, dtype="bfloat16"),
+    Case("states_64", batch=1, seq=300, dim=64, state=64, initial=True),
+    Case("states_256", batch=1, seq=100, dim=24, state=256, initial=True),
+    Case("states_1024", batch=1, seq=40, dim=8, state=1024, z=True, initial=True),
+]
+
+
+@pytest.mark.parametrize("blocks", ["default", "small"])
+@pytest.mark.parametrize("case", CASES + _LARGER, ids=str)
+def test_agrees_with_float64(case, blocks, record_errors):
+    record_errors(check(case, "pallas", config=SMALL if blocks == "small" else None))
+
+
+@pytest.mark.parametrize("case", _SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", _CONFIGS, ids=lambda k: f"{k.chunk}x{k.dim_block}x{k.num_warps}x{k.segment}")
+def test_any_configuration_is_adjusted_to_any_shape(case, kernel, record_errors):
+    record_errors(check(case, "pallas", config=pallas_scan.ScanConfig(kernel, kernel)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_the_same_bits_on_ten_runs(dtype):
+    case = Case("bits", batch=4, seq=1024, dim=512, state=16, z=True, bias=True, softplus=True, dtype=dtype)
+    arrays = draw(case)
+
+    @jax.jit
+    def run(arrays):
+        out, pullback = jax.vjp(lambda a: pallas_scan.scan(**a, implementation="pallas"), arrays)
+        return out, pullback(jnp.cos(out))[0]
+
+    first = jax.tree.map(np.asarray, run(arrays))
+    for _ in range(9):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b)), first, run(arrays))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_the_compiled_program(dtype):
+    shape = batch, seq, dim, state = 4, 2048, 1024, 16
+    case = Case("memory", *shape, dtype=dtype)
+    arrays = draw(case)
+    activation = batch * seq * dim * jnp.dtype(dtype).itemsize
+
+    def forward(arrays):
+        return pallas_scan.scan(**arrays, implementation="pallas")
+
+    def both(arrays, dy):
+        return jax.vjp(forward, arrays)[1](dy)
+
+    memory = jax.jit(forward).lower(arrays).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 0.25 * activation
+    memory = jax.jit(both).lower(arrays, arrays["u"]).compile().memory_analysis()
+    # Saved states, partial sums, the unused out, and the gradients themselves.
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.5 * 5 * activation
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 70_000, 2), (70_000, 3, 2, 2)], ids=["dim", "batch"])
+def test_dim_and_batch_beyond_16_bits(shape, record_errors):
+    record_errors(check(Case("many", *shape, z=True, initial=True), "pallas"))
+
+
+def test_arrays_of_more_than_two_to_the_31_elements():
+    """Spot checks of out and of every activation's gradient against float64, on windows long enough to forget."""
+    batch, seq, dim, state = 1, 2_100_000, 1024, 2
+    assert batch * seq * dim > 2**31
+    time = jnp.arange(seq, dtype=jnp.float32)[None, :, None]
+    channel = jnp.arange(dim, dtype=jnp.float32)[None, None, :]
+
+    @jax.jit
+    def arrays():
+        u = jnp.broadcast_to(jnp.sin(0.37 * time + 0.011 * channel), (batch, seq, dim)).astype(jnp.bfloat16)
+        delta = jnp.broadcast_to(0.5 + 0.2 * jnp.cos(0.13 * time + 0.07 * channel), (batch, seq, dim))
+        n = jnp.arange(state, dtype=jnp.float32)[None, None, :]
+        return {
+            "u": u,
+            "delta": delta.astype(jnp.bfloat16),
+            "A": -jnp.ones((dim, state)) * (1.0 + n[0]),
+            "B": jnp.broadcast_to(jnp.cos(0.11 * time + n), (batch, seq, state)).astype(jnp.bfloat16),
+            "C": jnp.broadcast_to(jnp.sin(0.23 * time - n), (batch, seq, state)).astype(jnp.bfloat16),
+            "D": jnp.ones(dim),
+        }
+
+    @jax.jit
+    def run(arrays):
+        out, pullback = jax.vjp(lambda a: pallas_scan.scan(**a, implementation="pallas"), arrays)
+        return out, pullback(out)[0]
+
+    arrays = arrays()
+    out, grads = run(arrays)
+    window = 120  # exp(-0.3 * 60) forgets to 1e-8 on either side of the middle
+    channels = np.array([0, 1, 500, dim - 1])
+    for start in (0, 1_048_576 - 60, 2_097_152 - 60, seq - window):
+        part = {
+            k: np.asarray(v[:, start : start + window].astype(jnp.float32)) for k, v in arrays.items() if v.ndim > 2
+        }
+        part = {k: v[..., channels] if k in ("u", "delta") else v for k, v in part.items()}
+        part |= {"A": np.asarray(arrays["A"])[channels], "D": np.ones(len(channels))}
+        dout = np.asarray(out[:, start : start + window].astype(jnp.float32))[..., channels]
+        want_out, _, want = float64.scan(part, dout=dout)
+        middle = slice(0 if start == 0 else 55, window if start == seq - window else 65)
+        for got, wanted in ((out, want_out), (grads["u"], want["u"]), (grads["delta"], want["delta"])):
+            got = np.asarray(got[:, start : start + window].astype(jnp.float32))[:, middle][..., channels]
+            assert float64.relative_error(got, wanted[:, middle]) <= 2.0**-7, start
+
+
+def test_none_picks_the_kernels():
+    arrays = draw(Case("auto"))
+    assert "triton" in jax.jit(lambda a: pallas_scan.scan(**a)).lower(arrays).as_text()
+    kernels, auto = (pallas_scan.scan(**arrays, implementation=i) for i in ("pallas", None))
+    np.testing.assert_array_equal(kernels, auto)
+
+
+def test_results_do_not_depend_on_what_memory_held_before():
+    """Every element of every result is written: memory full of nan before the run leaves no trace."""
+    arrays = draw(Case("poison", batch=2, seq=333, dim=70, state=5, z=True, initial=True))
+
+    @jax.jit
+    def run(arrays):
+        out, pullback = jax.vjp(lambda a: pallas_scan.scan(**a, implementation="pallas"), arrays)
+        return out, pullback(jnp.cos(out))[0]
+
+    first = jax.tree.map(np.asarray, run(arrays))
+    poison = [jnp.full((2**26,), jnp.nan) for _ in range(16)]
+    jax.block_until_ready(poison)
+    del poison
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b)), first, run(arrays))

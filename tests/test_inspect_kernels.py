@@ -1,0 +1,37 @@
+"""The kernels' machine code, read on a machine with no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_the_recorded_card_has_no_spill_and_the_table_is_written(tmp_path):
+    out = tmp_path / "kernels.json"
+    command = [sys.executable, "-m", "tools.inspect_kernels", "--devices=NVIDIA GeForce RTX 3090", "--fail_on_spill"]
+    command += ["--architectures=86,90", f"--out={out}"]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["kernels"]
+    assert {r["kernel"] for r in rows} == {
+        f"selective_scan_{k}" for k in ("fwd", "fwd_summaries", "bwd", "bwd_summaries")
+    }
+    assert {r["architecture"] for r in rows} == {86, 90}
+    for row in rows:
+        assert row["spills"] == 0
+        assert 0 < row["registers"] <= 255
+        assert row["exps_per_element"] == (2.0 if row["kernel"] == "selective_scan_bwd" else 1.0)
+
+
+@pytest.mark.parametrize("flag", ["--architectures=sm_86", "--devices=Voodoo", "--shape=1x2", "--dtypes=float64"])
+def test_a_bad_flag_value_is_a_usage_error(flag):
+    command = [sys.executable, "-m", "tools.inspect_kernels", flag]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "FATAL Flags parsing error" in done.stderr
+    assert "Traceback" not in done.stderr

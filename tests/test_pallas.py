@@ -1,0 +1,112 @@
+"""The Pallas kernels where the grid does not reach: odd configurations, many states, what they allocate."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_scan
+from pallas_scan import KernelConfig, ScanConfig, _compat, config
+from pallas_scan.config import Sizes
+from tests.cases import Case
+from tests.test_agreement import check
+
+_CONFIGS = [
+    KernelConfig(1, 1, 1, 1),
+    KernelConfig(1, 64, 4, 7),
+    KernelConfig(2, 8, 32, 22),
+    KernelConfig(8, 128, 1, 8),
+    KernelConfig(16, 16, 2, 4096),
+    KernelConfig(64, 1024, 1, 64),
+]
+_EVERYTHING = {"z": True, "bias": True, "softplus": True, "initial": True, "segments": True}
+_SHAPES = [
+    Case("tiny", batch=1, seq=1, dim=1, state=1, **_EVERYTHING),
+    Case("primes", batch=2, seq=37, dim=7, state=5, **_EVERYTHING),
+    Case("groups_of_three", batch=1, seq=33, dim=9, state=2, B=3, C="fixed", reverse=True, **_EVERYTHING),
+    Case("half", batch=1, seq=70, dim=5, state=3, dtype="bfloat16", **_EVERYTHING),
+]
+
+
+@pytest.mark.parametrize("case", _SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", _CONFIGS, ids=lambda k: f"{k.chunk}x{k.dim_block}x{k.num_warps}x{k.segment}")
+def test_any_configuration_is_adjusted_to_any_shape(case, kernel):
+    check(case, "pallas", config=ScanConfig(kernel, kernel))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("states_300", batch=1, seq=5, dim=3, state=300, **_EVERYTHING),
+        Case("states_1024", batch=1, seq=3, dim=2, state=1024, B=2, C="fixed", dtype="bfloat16", z=True),
+        Case("states_65", batch=1, seq=20, dim=3, state=65, reverse=True),
+    ],
+    ids=str,
+)
+def test_states_beyond_a_tile_are_split(case):
+    check(case, "pallas")
+
+
+def _arguments(shape, dtype):
+    batch, seq, dim, state = shape
+    activation, matrix = (
+        jax.ShapeDtypeStruct((batch, seq, dim), dtype),
+        jax.ShapeDtypeStruct((batch, seq, state), dtype),
+    )
+    rates, skip = jax.ShapeDtypeStruct((dim, state), jnp.float32), jax.ShapeDtypeStruct((dim,), jnp.float32)
+    return {"u": activation, "delta": activation, "A": rates, "B": matrix, "C": matrix, "D": skip}
+
+
+def _lowered_for_gpu(f, *arguments) -> str:
+    with _compat.lowering_for_gpu():
+        return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _bytes(tensor: str) -> int:
+    *sizes, dtype = tensor.split("x")
+    width = {"f32": 4, "bf16": 2, "f16": 2, "i32": 4, "i1": 1}[dtype]
+    return width * int(np.prod([int(s) for s in sizes], initial=1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device", ["NVIDIA GeForce RTX 3090", "NVIDIA H200"])
+def test_what_a_gpu_program_allocates(dtype, device):
+    """Read off the program lowered for a GPU: every result of a kernel, and no array over (batch, seq, dim, state)."""
+    shape = batch, seq, dim, state = 4, 2048, 1024, 16
+    chosen = config.choose(Sizes(*shape), device, 132)
+
+    def forward(a):
+        return pallas_scan.scan(**a, implementation="pallas", config=chosen)
+
+    def both(a, dy):
+        return jax.vjp(forward, a)[1](dy)
+
+    arguments = _arguments(shape, dtype)
+    activation = batch * seq * dim * jnp.dtype(dtype).itemsize
+    for name, text in (
+        ("forward", _lowered_for_gpu(forward, arguments)),
+        ("backward", _lowered_for_gpu(both, arguments, arguments["u"])),
+    ):
+        sizes = [_bytes(t) for t in re.findall(r"tensor<((?:\d+x)+(?:f32|bf16|f16|i32|i1))>", text)]
+        assert max(sizes) < batch * seq * dim * state * jnp.dtype(dtype).itemsize
+        results = re.findall(r"stablehlo.custom_call @__gpu\$xla.gpu.triton.*-> (.*)", text)
+        kernels = [sum(map(_bytes, re.findall(r"tensor<([^>]*)>", r))) for r in results]
+        assert len(kernels) >= (1 if name == "forward" else 2)
+        limit = 1.25 * activation if name == "forward" else 1.5 * 5 * activation
+        # The backward's include du and ddelta, and the forward's out and saved states.
+        assert sum(kernels) <= limit, (name, sum(kernels) / activation)
+
+
+def test_the_recorded_configuration_is_that_of_its_card():
+    chosen = config.choose(Sizes(4, 512, 256, 16), "NVIDIA GeForce RTX 3090", 82)
+    assert chosen == ScanConfig(KernelConfig(8, 32, 2, 256), KernelConfig(4, 32, 2, 256))
+
+
+def test_a_device_that_batch_and_dim_fill_gets_one_segment():
+    wide = config.choose(Sizes(64, 4096, 8192, 16), "some other card", 100)
+    assert wide.fwd.segment >= 4096
+    narrow = config.choose(Sizes(1, 65536, 256, 16), "some other card", 100)
+    assert narrow.fwd.segment < 4096
+    assert narrow.bwd.segment < 4096
