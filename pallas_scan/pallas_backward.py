@@ -1,7 +1,8 @@
 """The backward kernels (docs/derivation.md has the mathematics).
 
     summaries   each segment from the back with a zero cotangent: the cotangent that leaves at its front, and Σδ
-    gradients   each segment again, with the summaries of the segments behind it folded in
+    combine     the forward's kernel, from the last segment to the first: the cotangent that enters each at its end
+    gradients   each segment again, from there
 
 The forward saved the state before every `save_every` steps. From there a program recomputes a chunk's states into
 registers and runs the cotangent g back over them; where an interval holds several chunks, it first finds the state
@@ -18,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_scan.pallas_forward import fold
+from pallas_scan.pallas_forward import combine, summary_shapes
 from pallas_scan.pallas_tile import (
     LOG2_E,
     Cut,
@@ -29,7 +30,6 @@ from pallas_scan.pallas_tile import (
     carried,
     exp2,
     kernel_inputs,
-    segment_passes,
     sigmoid,
 )
 from pallas_scan.problem import Operands
@@ -43,10 +43,14 @@ def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array)
       dout: (batch, seq, dim) in u's dtype.
       dfinal: (batch, dim, state) float32.
     """
-    inputs = kernel_inputs(ops) | {"dout": dout}
+    inputs = kernel_inputs(ops, cut) | {"dout": dout}
+    dfinal = jnp.swapaxes(dfinal, 1, 2)
     if cut.segments > 1:
-        inputs |= _summaries(ops, cut, inputs)
-    inputs |= {"saved": saved, "dfinal": jnp.swapaxes(dfinal, 1, 2), "one": jnp.ones((1,), jnp.float32)}
+        starts = combine(ops, cut, _summaries(cut, inputs), dfinal, backwards=True)
+        inputs |= {"starts": starts}
+    else:
+        inputs |= {"dfinal": dfinal}
+    inputs |= {"saved": saved, "one": jnp.ones((1,), jnp.float32)}
     results = call(_gradient_kernel, "selective_scan_bwd", cut, inputs, _outputs(ops, cut))
 
     def over_segments(name: str) -> Array:
@@ -100,15 +104,9 @@ def _outputs(ops: Operands, cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:
     return outputs
 
 
-def _summaries(ops: Operands, cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
-    outputs = {
-        "ends": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.state, cut.dim), jnp.float32),
-        "totals": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.dim), jnp.float32),
-    }
+def _summaries(cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
     read = {k: v for k, v in inputs.items() if k in ("u", "delta", "A", "C", "z", "delta_bias", "keep", "dout")}
-    results = call(_summary_kernel, "selective_scan_bwd_summaries", cut, read, outputs)
-    passes = segment_passes(ops, cut)
-    return results if passes is None else results | {"passes": passes}
+    return call(_summary_kernel, "selective_scan_bwd_summaries", cut, read, summary_shapes(cut))
 
 
 def _cotangent_of_y(step: Step) -> Array:
@@ -120,27 +118,17 @@ def _cotangent_of_y(step: Step) -> Array:
     return dy
 
 
-def _positions(program: Program, start: Array | int) -> list[Array]:
-    return [program.position(start + k) for k in range(program.cut.chunk)]
-
-
 def _summary_kernel(program: Program) -> None:
     cut = program.cut
     A, C = program.decay_rates(), program.fixed_matrix("C")
     bias = program.parameter_vector("delta_bias")
     chunks = cut.segment // cut.chunk
 
-    def load(chunk):
-        chunk = jnp.maximum(chunk, 0)
-        return [program.activations(p, z=True, dout=True) for p in _positions(program, chunk * cut.chunk)]
-
     def body(i, carry):
         g, total, steps = carry
         chunk = chunks - 1 - i
-        following = load(chunk - 1)
-        positions = _positions(program, chunk * cut.chunk)
-        steps = [program.matrices(s, p, B=False, C=True) for s, p in zip(steps, positions, strict=True)]
-        for step, position in reversed(list(zip(steps, positions, strict=True))):
+        following = program.ahead(chunk - 1, z=True, dout=True, C=True)
+        for step, position in reversed(program.arrived(steps, chunk, C=True)):
             delta, _ = program.step_size(step.delta, bias, position)
             g = g + as_tile(step.C, C) * _cotangent_of_y(step)[None, :]
             g = carried(exp2(delta[None, :] * A, cut) * g, step.keep)
@@ -148,7 +136,8 @@ def _summary_kernel(program: Program) -> None:
         return g, total, following
 
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
-    carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), load(chunks - 1))
+    first = program.ahead(chunks - 1, z=True, dout=True, C=True)
+    carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), first)
     g, total, _ = lax.fori_loop(0, chunks, body, carry)
     program.store_tile("ends", g, program.batch, program.segment)
     program.store_vector("totals", total, program.batch, program.segment)
@@ -161,9 +150,7 @@ def _gradient_kernel(program: Program) -> None:
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     zero_vector = jnp.zeros((cut.dim_block,), jnp.float32)
 
-    g = program.tile("dfinal", program.batch)
-    if cut.segments > 1:
-        g = fold(program, g, A, program.segment + 1, cut.segments, downwards=True)
+    g = program.tile("dfinal", program.batch) if cut.segments == 1 else program.segment_start()
     sums = {"dA": zero}
     sums |= {name: zero for name, fixed in (("dB", B), ("dC", C)) if fixed is not None}
     sums |= {f"d{name}": zero_vector for name in ("D", "delta_bias") if name in refs}
@@ -171,10 +158,9 @@ def _gradient_kernel(program: Program) -> None:
     one = refs["one"][0]
     per_interval = cut.save_every // cut.chunk
 
-    def load(start, **which):
-        positions = _positions(program, start)
-        steps = [program.activations(p, z=True, dout=which["dout"]) for p in positions]
-        return [(program.matrices(s, p, B=True, C=which["C"]), p) for s, p in zip(steps, positions, strict=True)]
+    def load(position, *, back):
+        step = program.activations(position, z=back, dout=back)
+        return program.matrices(step, position, B=True, C=back)
 
     def advance(h, step, position):
         delta, _ = program.step_size(step.delta, bias, position)
@@ -182,9 +168,10 @@ def _gradient_kernel(program: Program) -> None:
         drive = delta * step.u.astype(jnp.float32)
         return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B)
 
-    def chunk_body(start, h, g, sums):
-        steps = load(start, dout=True, C=True)
+    def chunk_body(chunk, h, g, sums):
+        positions = program.positions(chunk)
         states = [h]
+        steps = [(load(p, back=True), p) for p in positions]  # all of them before the first store
         for step, position in steps:
             states.append(advance(states[-1], step, position))
 
@@ -234,13 +221,14 @@ def _gradient_kernel(program: Program) -> None:
         def first_state():
             return program.tile("saved", program.batch, program.position(start) // cut.save_every)
 
+        first_chunk = interval * per_interval
         if per_interval == 1:
-            return chunk_body(start, first_state(), *carry)
+            return chunk_body(first_chunk, first_state(), *carry)
 
         # The states before the interval's later chunks, in registers; that before its first is read again.
         def find(k, carry):
             h, later = carry
-            for step, position in load(start + k * cut.chunk, dout=False, C=False):
+            for step, position in [(load(p, back=False), p) for p in program.positions(first_chunk + k)]:
                 h = advance(h, step, position)
             return h, [jnp.where(k == i, h, kept) for i, kept in enumerate(later)]
 
@@ -251,7 +239,7 @@ def _gradient_kernel(program: Program) -> None:
             h = first_state()
             for i, kept in enumerate(later):
                 h = jnp.where(k == i + 1, kept, h)
-            return chunk_body(start + k * cut.chunk, h, *carry)
+            return chunk_body(first_chunk + k, h, *carry)
 
         return lax.fori_loop(0, per_interval, back, carry)
 

@@ -1,16 +1,20 @@
 """The forward kernels.
 
     summaries   each segment from a zero state: the state it ends with, and Σδ (exp(A Σδ) is the segment's decay)
-    scan        each segment again, from the initial state with the summaries of the segments before it folded in
+    combine     the state that each segment starts from, out of the summaries of those before it
+    scan        each segment again, from that state
 
-One segment needs no summaries. Where batch × dim fills the GPU, one is right: two passes double the exps, and the exp
-unit is the floor (16 a clock a multiprocessor).
+One segment needs the last of them alone. Where batch × dim fills the GPU, one is right: two passes double the exps, and
+the exp unit is the floor (16 a clock a multiprocessor).
 
 Triton knows no aliasing and never moves a load above a store, so a chunk's loads come before its first store, and
 the next chunk's activations are carried through the loop.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +36,16 @@ from pallas_scan.pallas_tile import (
 )
 from pallas_scan.problem import Operands
 
-Activations = list[Step]
+COMBINED_AT_ONCE = 16  # segments whose summaries are loaded together: one waits as long as sixteen
 
 
 def scan(ops: Operands, cut: Cut, *, save: bool) -> tuple[Array, Array, Array | None]:
     """Returns out, the final state (batch, state, dim) and, with save, the state before every `cut.save_every` steps,
     (batch, rows, state, dim)."""
-    inputs = kernel_inputs(ops)
+    inputs = kernel_inputs(ops, cut)
     if cut.segments > 1:
-        inputs |= summaries(ops, cut, inputs)
+        initial = inputs.pop("initial_state", None)
+        inputs["starts"] = combine(ops, cut, _summaries(cut, inputs), initial, backwards=False)
     states = (cut.state, cut.dim)
     outputs = {
         "out": jax.ShapeDtypeStruct(ops.u.shape, ops.u.dtype),
@@ -53,23 +58,62 @@ def scan(ops: Operands, cut: Cut, *, save: bool) -> tuple[Array, Array, Array | 
     return results["out"], results["final"], results.get("saved")
 
 
-def summaries(ops: Operands, cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
-    """The segments' ends from a zero state (batch, segments, state, dim), their Σδ and whether they let a state by."""
-    outputs = {
+def summary_shapes(cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:
+    """A segment's end from a zero start, and its Σδ."""
+    return {
         "ends": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.state, cut.dim), jnp.float32),
         "totals": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.dim), jnp.float32),
     }
+
+
+def _summaries(cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
     read = {k: v for k, v in inputs.items() if k in ("u", "delta", "A", "B", "delta_bias", "keep")}
-    results = call(_summary_kernel, "selective_scan_fwd_summaries", cut, read, outputs)
+    return call(_summary_kernel, "selective_scan_fwd_summaries", cut, read, summary_shapes(cut))
+
+
+def combine(ops: Operands, cut: Cut, summaries: dict[str, Array], initial: Array | None, *, backwards: bool) -> Array:
+    """What each segment starts from, (batch, segments, state, dim): the state or, backwards, the cotangent.
+
+    Args:
+      initial: what the first segment starts from (backwards: the last), (batch, state, dim); zero if None.
+    """
+    # One program walks over all segments of its channels: narrow tiles, so that there are many.
+    whole = dataclasses.replace(cut, segment=cut.seq, dim_block=min(cut.dim_block, 8), num_warps=1)
+    inputs = {"A": kernel_inputs(ops, whole)["A"]} | summaries
+    if initial is not None:
+        inputs["initial_state"] = initial
     passes = segment_passes(ops, cut)
-    return results if passes is None else results | {"passes": passes}
+    if passes is not None:
+        inputs["passes"] = passes
+    outputs = {"starts": summary_shapes(cut)["ends"]}
+    kernel = functools.partial(_combine_kernel, segments=cut.segments, backwards=backwards)
+    return call(kernel, "selective_scan_combine", whole, inputs, outputs)["starts"]
 
 
-def _chunk_activations(program: Program, chunk: Array, *, z: bool) -> Activations:
-    """A chunk's activations; of the last chunk where there is none after it, as the loop loads one ahead."""
-    cut = program.cut
-    chunk = jnp.minimum(chunk, cut.segment // cut.chunk - 1)
-    return [program.activations(program.position(chunk * cut.chunk + k), z=z) for k in range(cut.chunk)]
+def _combine_kernel(program: Program, *, segments: int, backwards: bool) -> None:
+    cut, refs, batch = program.cut, program.refs, program.batch
+    A = program.decay_rates()
+    h = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
+    if "initial_state" in refs:
+        h = program.tile("initial_state", batch)
+
+    def pass_over(first: Array | int, count: int, h: Array) -> Array:
+        indices = [segments - 1 - first - i if backwards else first + i for i in range(count)]
+        loaded = []
+        for i in indices:
+            keep = refs["passes"][batch, i] if "passes" in refs else None
+            loaded.append((program.tile("ends", batch, i), program.vector("totals", batch, i), keep))
+        starts = []
+        for end, total, keep in loaded:
+            starts.append(h)
+            h = carried(exp2(total[None, :] * A, cut) * h, keep) + end
+        for i, start in zip(indices, starts, strict=True):
+            program.store_tile("starts", start, batch, i)
+        return h
+
+    rounds, rest = divmod(segments, COMBINED_AT_ONCE)
+    h = lax.fori_loop(0, rounds, lambda r, h: pass_over(r * COMBINED_AT_ONCE, COMBINED_AT_ONCE, h), h)
+    pass_over(rounds * COMBINED_AT_ONCE, rest, h)
 
 
 def _advance(program: Program, h: Array, A: Array, B: Array | None, step: Step, delta: Array) -> Array:
@@ -85,34 +129,18 @@ def _summary_kernel(program: Program) -> None:
 
     def body(chunk, carry):
         h, total, steps = carry
-        following = _chunk_activations(program, chunk + 1, z=False)
-        positions = [program.position(chunk * cut.chunk + k) for k in range(cut.chunk)]
-        steps = [program.matrices(s, p, B=True, C=False) for s, p in zip(steps, positions, strict=True)]
-        for step, position in zip(steps, positions, strict=True):
+        following = program.ahead(chunk + 1, B=True)
+        for step, position in program.arrived(steps, chunk, B=True):
             delta, _ = program.step_size(step.delta, bias, position)
             h = _advance(program, h, A, B, step, delta)
             total = total + delta
         return h, total, following
 
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
-    first = _chunk_activations(program, 0, z=False)
-    carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), first)
+    carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), program.ahead(0, B=True))
     h, total, _ = lax.fori_loop(0, cut.segment // cut.chunk, body, carry)
     program.store_tile("ends", h, program.batch, program.segment)
     program.store_vector("totals", total, program.batch, program.segment)
-
-
-def fold(program: Program, h: Array, A: Array, first: Array | int, last: Array | int, *, downwards: bool) -> Array:
-    """The state after the segments first..last - 1 whose summaries are known, in that order or the opposite one."""
-
-    def body(i, h):
-        segment = last - 1 - i + first if downwards else i
-        total = program.vector("totals", program.batch, segment)
-        keep = program.refs["passes"][program.batch, segment] if "passes" in program.refs else None
-        decayed = carried(exp2(total[None, :] * A, program.cut) * h, keep)
-        return decayed + program.tile("ends", program.batch, segment)
-
-    return lax.fori_loop(first, last, body, h)
 
 
 def _scan_kernel(program: Program) -> None:
@@ -123,16 +151,15 @@ def _scan_kernel(program: Program) -> None:
     if "initial_state" in refs:
         h = program.tile("initial_state", program.batch)
     if cut.segments > 1:
-        h = fold(program, h, A, 0, program.segment, downwards=False)
+        h = program.segment_start()
 
     def body(chunk, carry):
         h, steps = carry
-        following = _chunk_activations(program, chunk + 1, z=True)
-        positions = [program.position(chunk * cut.chunk + k) for k in range(cut.chunk)]
-        steps = [program.matrices(s, p, B=True, C=True) for s, p in zip(steps, positions, strict=True)]
+        following = program.ahead(chunk + 1, z=True, B=True, C=True)
+        steps = program.arrived(steps, chunk, B=True, C=True)
         before = h
         outs = []
-        for step, position in zip(steps, positions, strict=True):
+        for step, position in steps:
             delta, _ = program.step_size(step.delta, bias, position)
             h = _advance(program, h, A, B, step, delta)
             y = jnp.sum(h * as_tile(step.C, C), axis=0)
@@ -143,16 +170,16 @@ def _scan_kernel(program: Program) -> None:
                 y = y * z * sigmoid(z)
             outs.append(y)
         if "saved" in refs:
-            _save(program, before, positions[0])
-        for y, position in zip(outs, positions, strict=True):
+            _save(program, before, steps[0][1])
+        for y, (_, position) in zip(outs, steps, strict=True):
             program.store_vector("out", y, program.batch, program.time(position), inside=program.inside(position))
         return h, following
 
-    carry = (h, _chunk_activations(program, 0, z=True))
+    carry = (h, program.ahead(0, z=True, B=True, C=True))
     h, _ = lax.fori_loop(0, cut.segment // cut.chunk, body, carry)
 
     @pl.when(program.segment == cut.segments - 1)
-    def _():
+    def _store_final() -> None:
         program.store_tile("final", h, program.batch)
 
 

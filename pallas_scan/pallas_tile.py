@@ -1,8 +1,9 @@
 """What the forward and the backward kernels share: how a scan is cut into programs, and a program's view of it.
 
 A program owns a tile [state, dim_block] of one batch row and walks over one segment of the sequence, chunk by chunk.
-The state is the tile's first axis and A is read with channels contiguous, so that Triton's layout, which follows that
-load, puts neighbouring states of a channel into one thread: sums over the state then cross few lanes or none.
+Triton's layout of the tile follows the load of A. Of a wide tile A is read with channels contiguous: the lanes of a
+warp lie along the channels, and sums over the state stay in a thread where dim_block is 128 a warp. Of a narrow one it
+is read with states contiguous: 4 states a thread, or its lanes would lie along the state.
 
 Blocks of channels never straddle a group of B and C: a program reads one row of each.
 """
@@ -50,6 +51,11 @@ class Cut:
     @property
     def state_block(self) -> int:
         return _power_of_two(self.state)
+
+    @property
+    def states_contiguous(self) -> bool:
+        """Whether A is read with the states of a channel next to each other."""
+        return self.dim_block <= 16
 
     @property
     def width(self) -> int:
@@ -202,6 +208,16 @@ class Program:
         mask = _both(self.state_mask, inside, self.states.shape)
         plgpu.store(self.refs[name].at[(*index, self.states)], value, mask=mask)
 
+    def decay_rates(self) -> Array:
+        """A log2 e, [state, dim_block]: exp(δ A) is exp2 of δ times this."""
+        index = self._tile_index()
+        index = index[::-1] if self.cut.states_contiguous else index
+        return self.load("A", self.row("A"), *index, mask=self._tile_mask())
+
+    def segment_start(self) -> Array:
+        """What the segment starts from, where there are several."""
+        return self.tile("starts", self.batch, self.segment)
+
     def _tile_index(self) -> tuple[Array, Array]:
         shape = (self.cut.state_block, self.cut.dim_block)
         return (
@@ -251,6 +267,29 @@ class Program:
                 keep = jnp.where(inside, keep, 1)
         return dataclasses.replace(step, B=row("B") if B else None, C=row("C") if C else None, keep=keep)
 
+    def positions(self, chunk: Array | int) -> list[Array]:
+        """Of a chunk's steps, in scan order."""
+        return [self.position(chunk * self.cut.chunk + k) for k in range(self.cut.chunk)]
+
+    def ahead(self, chunk: Array | int, **which: bool) -> list[Step]:
+        """What the loop carries of its next chunk: activations, and in a narrow tile, whose programs are too few to
+        hide a load behind each other, B and C too. Of the nearest chunk where there is none."""
+        chunk = jnp.clip(chunk, 0, self.cut.segment // self.cut.chunk - 1)
+        z, dout, B, C = (which.get(name, False) for name in ("z", "dout", "B", "C"))
+        positions = self.positions(chunk)
+        steps = [self.activations(p, z=z, dout=dout) for p in positions]
+        return self._with_matrices(steps, positions, B, C) if self.cut.states_contiguous else steps
+
+    def arrived(self, steps: list[Step], chunk: Array | int, **which: bool) -> list[tuple[Step, Array]]:
+        """What `ahead` loaded, now that it is this chunk's turn, complete and with the steps' positions."""
+        positions = self.positions(chunk)
+        if not self.cut.states_contiguous:
+            steps = self._with_matrices(steps, positions, which.get("B", False), which.get("C", False))
+        return list(zip(steps, positions, strict=True))
+
+    def _with_matrices(self, steps: list[Step], positions: list[Array], B: bool, C: bool) -> list[Step]:
+        return [self.matrices(s, p, B=B, C=C) for s, p in zip(steps, positions, strict=True)]
+
     def step_size(self, delta: Array, bias: Array | None, position: Array) -> tuple[Array, Array]:
         """δ, and delta with its bias, in float32. Steps that do not exist have δ = 0: they leave the state as it is."""
         raw = delta.astype(jnp.float32)
@@ -263,10 +302,6 @@ class Program:
 
     def parameter_vector(self, name: str) -> Array | None:
         return self.vector(name, self.row(name)) if name in self.refs else None
-
-    def decay_rates(self) -> Array:
-        """A log2 e: exp(δ A) is exp2 of δ times this."""
-        return self.tile("A", self.row("A"))
 
     def fixed_matrix(self, name: str) -> Array | None:
         """B or C where it does not vary; None where it does."""
@@ -294,7 +329,7 @@ def _both(a: Array | None, b: Array | None, shape: tuple[int, ...]) -> Array | N
     return a & b
 
 
-def kernel_inputs(ops: Operands) -> dict[str, Array]:
+def kernel_inputs(ops: Operands, cut: Cut) -> dict[str, Array]:
     """Operands as the kernels read them: tiles as (..., state, dim), A scaled for exp2, keep as int32."""
 
     def tiled(x: Array) -> Array:
@@ -303,7 +338,7 @@ def kernel_inputs(ops: Operands) -> dict[str, Array]:
     inputs = {
         "u": ops.u,
         "delta": ops.delta,
-        "A": tiled(ops.A) * LOG2_E,
+        "A": (ops.A if cut.states_contiguous else tiled(ops.A)) * LOG2_E,
         "B": ops.B if ops.B.ndim == 4 else tiled(ops.B.astype(jnp.float32)),
         "C": ops.C if ops.C.ndim == 4 else tiled(ops.C.astype(jnp.float32)),
         "D": ops.D,

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import pallas_scan
+from pallas_scan import _compat, config
+from pallas_scan.config import Sizes
 from tests import float64
 from tests.cases import CASES, Case, draw
 from tests.test_agreement import SMALL, check
@@ -46,18 +48,19 @@ def test_gradients_are_the_same_bits_on_ten_runs(dtype):
 
     @jax.jit
     def run(arrays):
-        out, pullback = jax.vjp(lambda a: pallas_scan.scan(**a, implementation="pallas"), arrays)
+        out, pullback = jax.vjp(lambda a: pallas_scan.scan(**a, implementation="pallas", **case.options), arrays)
         return out, pullback(jnp.cos(out))[0]
 
-    first = jax.tree.map(np.asarray, run(arrays))
+    first = run(arrays)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(first))
     for _ in range(9):
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b)), first, run(arrays))
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, run(arrays))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_the_compiled_program(dtype):
-    shape = batch, seq, dim, state = 4, 2048, 1024, 16
-    case = Case("memory", *shape, dtype=dtype)
+    batch, seq, dim = shape = 4, 2048, 1024
+    case = Case("memory", *shape, state=16, dtype=dtype)
     arrays = draw(case)
     activation = batch * seq * dim * jnp.dtype(dtype).itemsize
 
@@ -68,7 +71,10 @@ def test_memory_of_the_compiled_program(dtype):
         return jax.vjp(forward, arrays)[1](dy)
 
     memory = jax.jit(forward).lower(arrays).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 0.25 * activation
+    # The segments' summaries, A transposed, the final state that was not asked for, and XLA's rounding up.
+    segments = seq // config.choose(Sizes(batch, seq, dim, 16), *_compat.gpu()).fwd.segment
+    summaries = 4 * batch * dim * 17 * (segments if segments > 1 else 0)
+    assert memory.temp_size_in_bytes <= summaries + 4 * batch * dim * 16 + 4 * dim * 16 + 2**12
     memory = jax.jit(both).lower(arrays, arrays["u"]).compile().memory_analysis()
     # Saved states, partial sums, the unused out, and the gradients themselves.
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.5 * 5 * activation
@@ -110,9 +116,8 @@ def test_arrays_of_more_than_two_to_the_31_elements():
     window = 120  # exp(-0.3 * 60) forgets to 1e-8 on either side of the middle
     channels = np.array([0, 1, 500, dim - 1])
     for start in (0, 1_048_576 - 60, 2_097_152 - 60, seq - window):
-        part = {
-            k: np.asarray(v[:, start : start + window].astype(jnp.float32)) for k, v in arrays.items() if v.ndim > 2
-        }
+        timed = {k: v[:, start : start + window] for k, v in arrays.items() if v.ndim > 2}
+        part = {k: np.asarray(v.astype(jnp.float32)) for k, v in timed.items()}
         part = {k: v[..., channels] if k in ("u", "delta") else v for k, v in part.items()}
         part |= {"A": np.asarray(arrays["A"])[channels], "D": np.ones(len(channels))}
         dout = np.asarray(out[:, start : start + window].astype(jnp.float32))[..., channels]
