@@ -79,22 +79,32 @@ def choose(sizes: Sizes, device_kind: str, multiprocessors: int) -> ScanConfig:
     """The configuration for a shape on a device: its entry in the table, or one from the device's size."""
     if device_kind in DEVICE_TABLE:
         return DEVICE_TABLE[device_kind]
-    return ScanConfig(
-        fwd=_sized(KernelConfig(chunk=4, dim_block=128, num_warps=1, segment=4), sizes, multiprocessors),
-        bwd=_sized(KernelConfig(chunk=4, dim_block=32, num_warps=1, segment=4), sizes, multiprocessors),
-    )
+    return ScanConfig(fwd=_forward(sizes, multiprocessors), bwd=_backward(sizes, multiprocessors))
 
 
-def _sized(base: KernelConfig, sizes: Sizes, multiprocessors: int) -> KernelConfig:
-    """base with as many segments as give every multiprocessor 8 programs, of 64 steps at least.
+# What the rules below rest on was measured on an H200 (docs/performance-notes.md).
 
-    A second pass doubles the exps, so there is one segment where batch and dim alone come to half of that.
-    """
-    wanted = 8 * multiprocessors
-    programs = max(1, sizes.batch * -(-sizes.dim // base.dim_block))
-    segments = 1 if 2 * programs >= wanted else -(-wanted // programs)
-    segment = max(64, -(-sizes.seq // segments))
-    return dataclasses.replace(base, segment=-(-segment // base.chunk) * base.chunk)
+
+def _forward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
+    # Rows and channels alone give every multiprocessor 8 warps of narrow tiles: one pass, half the exps of two.
+    if sizes.batch * -(-sizes.dim // 16) >= 8 * multiprocessors:
+        return KernelConfig(chunk=8, dim_block=16, num_warps=1, segment=-(-sizes.seq // 8) * 8)
+    # Wide tiles have the fewest instructions, where that leaves enough of them.
+    if sizes.batch * -(-sizes.dim // 128) * -(-sizes.seq // 64) >= 4 * multiprocessors:
+        return _segmented(128, sizes, programs=24 * multiprocessors, shortest=64)
+    return _segmented(32, sizes, programs=24 * multiprocessors, shortest=32)
+
+
+def _backward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
+    enough = sizes.batch * -(-sizes.dim // 32) * -(-sizes.seq // 64) >= 4 * multiprocessors
+    return _segmented(32 if enough else 16, sizes, programs=16 * multiprocessors, shortest=64)
+
+
+def _segmented(dim_block: int, sizes: Sizes, *, programs: int, shortest: int) -> KernelConfig:
+    """As many segments as come to `programs` programs, none shorter than `shortest` steps."""
+    a_segment = max(1, sizes.batch * -(-sizes.dim // dim_block))
+    segment = max(shortest, -(-sizes.seq // -(-programs // a_segment)))
+    return KernelConfig(chunk=4, dim_block=dim_block, num_warps=1, segment=-(-segment // 4) * 4)
 
 
 def save_every(dtype: Any) -> int:

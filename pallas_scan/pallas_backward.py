@@ -34,6 +34,8 @@ from pallas_scan.pallas_tile import (
 )
 from pallas_scan.problem import Operands
 
+THREAD = 16  # values of a tile that a thread holds: a chunk's states, A, dA and the cotangent are 8 tiles and more
+
 
 def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array) -> Operands:
     """Gradients of a scan, those of parameters one a batch row.

@@ -36,6 +36,7 @@ from pallas_scan.pallas_tile import (
 )
 from pallas_scan.problem import Operands
 
+THREAD = 64  # values of a tile that a thread holds: the state and A take twice as many registers
 COMBINED_AT_ONCE = 16  # segments whose summaries are loaded together: one waits as long as sixteen
 
 

@@ -27,7 +27,6 @@ from pallas_scan.problem import Operands, Options
 
 LOG2_E = float(np.log2(np.e))
 MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
-MAX_TILE = 64  # values a thread holds of one tile; more would spill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +78,8 @@ def _power_of_two(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()
 
 
-def fit(config: KernelConfig, ops: Operands, options: Options, *, interpret: bool) -> Cut:
-    """Adjusts a configuration to a shape: blocks no larger than the shape, tiles that a thread can hold.
+def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, interpret: bool) -> Cut:
+    """Adjusts a configuration to a shape: blocks no larger than the shape, at most `thread` values a thread of a tile.
 
     segment becomes a multiple of both chunk and `options.save_every`.
     """
@@ -93,7 +92,7 @@ def fit(config: KernelConfig, ops: Operands, options: Options, *, interpret: boo
         chunk //= 2
     state_block = _power_of_two(state)
     dim_block = min(config.dim_block, _power_of_two(dim // groups))
-    while dim_block > 1 and dim_block * state_block > MAX_TILE * 32 * config.num_warps:
+    while dim_block > 1 and dim_block * state_block > thread * 32 * config.num_warps:
         dim_block //= 2
     num_warps = config.num_warps
     while num_warps > 1 and dim_block * state_block < 32 * num_warps:

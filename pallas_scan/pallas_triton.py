@@ -26,7 +26,8 @@ def forward(
         return _empty_forward(ops, options, save=save)
     if ops.sizes.state > pallas_tile.MAX_STATE:
         return _forward_by_state(ops, options, save=save, interpret=interpret)
-    cut = pallas_tile.fit(_configuration(ops, options).fwd, ops, options, interpret=interpret)
+    config = _configuration(ops, options).fwd
+    cut = pallas_tile.fit(config, ops, options, thread=pallas_forward.THREAD, interpret=interpret)
     out, final, saved = pallas_forward.scan(ops, cut, save=save)
     if saved is not None:
         saved = saved.reshape(*saved.shape[:2], -1)
@@ -42,7 +43,8 @@ def backward(
         return jax.tree.map(jnp.zeros_like, _rows(ops)._replace(keep=None))
     if state > pallas_tile.MAX_STATE:
         return _backward_by_state(ops, options, saved, dout, dfinal, interpret=interpret)
-    cut = pallas_tile.fit(_configuration(ops, options).bwd, ops, options, interpret=interpret)
+    config = _configuration(ops, options).bwd
+    cut = pallas_tile.fit(config, ops, options, thread=pallas_backward.THREAD, interpret=interpret)
     return pallas_backward.gradients(ops, cut, saved.reshape(batch, -1, state, dim), dout, dfinal)
 
 

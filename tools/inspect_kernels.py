@@ -183,8 +183,8 @@ def kernels(shape: inputs.Shape, dtype: str, device: str) -> Iterator[tuple[Lowe
     )
     chosen = config.choose(ops.sizes, device, 132)
     options = Options(save_every=config.save_every(dtype))
-    forward = pallas_tile.fit(chosen.fwd, ops, options, interpret=False)
-    backward = pallas_tile.fit(chosen.bwd, ops, options, interpret=False)
+    forward = pallas_tile.fit(chosen.fwd, ops, options, thread=pallas_forward.THREAD, interpret=False)
+    backward = pallas_tile.fit(chosen.bwd, ops, options, thread=pallas_backward.THREAD, interpret=False)
     saved = array(batch, -(-seq // options.save_every), state, dim)
 
     def elements(cut: pallas_tile.Cut) -> int:
