@@ -55,13 +55,6 @@ def _each(allowed: tuple[str, ...]) -> Callable[[list[str]], bool]:
     return lambda values: bool(values) and set(values) <= set(allowed)
 
 
-def _are_shapes(values: list[str] | None) -> bool:
-    try:
-        return values is None or (bool(values) and all(inputs.parse_shape(v) for v in values))
-    except ValueError as error:
-        raise flags.ValidationError(str(error)) from error
-
-
 def _is_recording(path: str | None) -> bool:
     if path is None:
         return True
@@ -73,7 +66,7 @@ def _is_recording(path: str | None) -> bool:
 
 flags.register_validator(_IMPLEMENTATIONS, _each(IMPLEMENTATIONS), message=f"expected any of {IMPLEMENTATIONS}")
 flags.register_validator(_MODES, _each(MODES), message=f"expected any of {MODES}")
-flags.register_validator(_SHAPES, _are_shapes)
+flags.register_validator(_SHAPES, inputs.are_shapes)
 flags.register_validator(_COMPARE, _is_recording)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
 Shape = tuple[int, int, int, int]  # batch, seq, dim, state
 
@@ -35,3 +36,11 @@ def parse_shape(text: str) -> Shape:
         raise ValueError(f"got {text!r}, expected batch x seq x dim x state, such as 4x512x256x16")
     batch, seq, dim, state = map(int, parts)
     return batch, seq, dim, state
+
+
+def are_shapes(texts: list[str] | None) -> bool:
+    """A flag's validator: None, or shapes as `parse_shape` takes them."""
+    try:
+        return texts is None or (bool(texts) and all(parse_shape(text) for text in texts))
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from error

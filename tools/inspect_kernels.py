@@ -42,14 +42,7 @@ _OUT = flags.DEFINE_string("out", None, "Where to write the table as JSON.")
 _FAIL_ON_SPILL = flags.DEFINE_bool("fail_on_spill", False, "Exit with status 1 if a kernel spills registers.")
 
 
-def _is_shape(text: str) -> bool:
-    try:
-        return bool(inputs.parse_shape(text))
-    except ValueError as error:
-        raise flags.ValidationError(str(error)) from error
-
-
-flags.register_validator(_SHAPE, _is_shape)
+flags.register_validator(_SHAPE, lambda text: inputs.are_shapes([text]))
 flags.register_validator(
     _ARCHITECTURES, lambda v: bool(v) and all(a.isdigit() for a in v), message="expected numbers such as 86"
 )
