@@ -62,10 +62,12 @@ def _empty_forward(ops: Operands, options: Options, *, save: bool) -> tuple[Arra
 
 
 def _rows(ops: Operands) -> Operands:
-    """Operands with parameters one a batch row, as their gradients are returned."""
+    """Operands with parameters one a batch row and float32, as their gradients are returned."""
 
     def a_row_each(name, x):
-        return jnp.broadcast_to(x, (ops.sizes.batch, *x.shape[1:])) if ops.is_parameter(name) else x
+        if not ops.is_parameter(name):
+            return x
+        return jnp.broadcast_to(x.astype(jnp.float32), (ops.sizes.batch, *x.shape[1:]))
 
     return Operands(**{name: None if x is None else a_row_each(name, x) for name, x in ops._asdict().items()})
 

@@ -69,6 +69,7 @@ CASES = [
     Case("wide", batch=1, seq=9, dim=70, state=3, initial=True),
     Case("many_states", batch=1, seq=11, dim=4, state=33, initial=True),
     Case("empty_batch", batch=0, seq=5, **_EVERYTHING),
+    Case("empty_batch_bfloat16_fixed", batch=0, seq=5, B="fixed", C="fixed", dtype="bfloat16"),
     Case("bfloat16", dtype="bfloat16", **_EVERYTHING),
     Case("float16", dtype="float16", **_EVERYTHING),
     Case("bfloat16_with_float32_matrices", dtype="bfloat16", matrix_dtype="float32", B=2, C="fixed"),
