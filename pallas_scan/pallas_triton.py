@@ -40,7 +40,7 @@ def backward(
     """As `chunked.backward`."""
     batch, _, dim, state = ops.sizes
     if batch == 0:
-        return jax.tree.map(jnp.zeros_like, _rows(ops)._replace(keep=None))
+        return jax.tree.map(jnp.zeros_like, ops.rows()._replace(keep=None))
     if state > pallas_tile.MAX_STATE:
         return _backward_by_state(ops, options, saved, dout, dfinal, interpret=interpret)
     config = _configuration(ops, options).bwd
@@ -59,17 +59,6 @@ def _empty_forward(ops: Operands, options: Options, *, save: bool) -> tuple[Arra
 
 
 # --- more states than a tile holds ---
-
-
-def _rows(ops: Operands) -> Operands:
-    """Operands with parameters one a batch row and float32, as their gradients are returned."""
-
-    def a_row_each(name, x):
-        if not ops.is_parameter(name):
-            return x
-        return jnp.broadcast_to(x.astype(jnp.float32), (ops.sizes.batch, *x.shape[1:]))
-
-    return Operands(**{name: None if x is None else a_row_each(name, x) for name, x in ops._asdict().items()})
 
 
 def _by_block(x: Array) -> Array:
@@ -131,7 +120,7 @@ def _backward_by_state(
 
     # What surrounds the recurrence is differentiated by JAX, parameters one a row.
     outside = {
-        k: v for k, v in _rows(ops)._asdict().items() if k in ("u", "delta", "D", "z", "delta_bias") and v is not None
+        k: v for k, v in ops.rows()._asdict().items() if k in ("u", "delta", "D", "z", "delta_bias") and v is not None
     }
     y, _ = lax.scan(readout, jnp.zeros(inner.u.shape, jnp.float32), blocks)
     _, pull_gate = jax.vjp(lambda y, x: reference.gate(y, ops._replace(**x)), y, outside)

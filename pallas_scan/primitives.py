@@ -74,16 +74,12 @@ def _backward_plain(*arrays: Array, present, live, options) -> list[Array]:
     """_backward by JAX's own differentiation, so that it can be differentiated again."""
     ops = _unflatten(present, arrays)
     _, dout, dfinal = arrays[len(present) :]
-    batch = ops.sizes.batch
-
-    def a_row_each(name):  # a batch's shared operands, once a row and float32, as backward returns their gradients
-        x = getattr(ops, name)
-        return jnp.broadcast_to(x.astype(jnp.float32), (batch, *x.shape[1:])) if ops.is_parameter(name) else x
 
     def of_live(*values):
         return _plain(ops._replace(**dict(zip(live, values, strict=True))), options)
 
-    return list(jax.vjp(of_live, *map(a_row_each, live))[1]((dout, dfinal)))
+    rows = ops.rows()
+    return list(jax.vjp(of_live, *(getattr(rows, name) for name in live))[1]((dout, dfinal)))
 
 
 def _implementation(options: Options, on_gpu: bool) -> tuple[Callable, Callable]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from pallas_scan.config import ScanConfig, Sizes
 
 # Arrays carry `Any` here since the same tuple also holds avals, tangents and cotangents of the arrays.
@@ -34,6 +36,16 @@ class Operands(NamedTuple):
     def is_parameter(self, name: str) -> bool:
         """Whether `name` has the (1 or batch) leading axis."""
         return name in ("A", "D", "delta_bias") or (name in ("B", "C") and getattr(self, name).ndim == 3)
+
+    def rows(self) -> Operands:
+        """The operands with parameters one a batch row and float32: as `backward` returns gradients."""
+
+        def a_row_each(name: str, x: Arrayish) -> Arrayish:
+            if x is None or not self.is_parameter(name):
+                return x
+            return jnp.broadcast_to(x.astype(jnp.float32), (self.sizes.batch, *x.shape[1:]))
+
+        return Operands(**{name: a_row_each(name, x) for name, x in self._asdict().items()})
 
     @property
     def sizes(self) -> Sizes:

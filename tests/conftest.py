@@ -18,7 +18,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def record_errors(record_property):
-    """Keeps a dict of relative errors over their tolerance's dtype: {(tensor, dtype): error}."""
+    """Keeps a test's relative errors for the recording: a dict by "tensor dtype", as `check` returns it."""
 
     def record(errors):
         record_property("errors", errors)

@@ -129,7 +129,6 @@ def measure_cell(
 ) -> Iterator[dict[str, Any] | None]:
     """Yields None after each step of work (for the progress bar) and at the end one row an implementation."""
     arguments = inputs.mamba_inputs(shape, dtype, seed)
-    # The associative scan first: its gigabytes are then gone when the others are timed.
     candidates = []
     errors = {}
     want = None
