@@ -67,18 +67,8 @@ class ScanConfig:
                 raise TypeError(f"ScanConfig.{name}: got {getattr(self, name)!r}, expected a KernelConfig")
 
 
-# Recorded on an RTX 3090 (sm_86) at (4, 512..8192, 256..1024, 16), float32.
-_RTX_3090 = ScanConfig(
-    fwd=KernelConfig(chunk=8, dim_block=32, num_warps=2, segment=256),
-    bwd=KernelConfig(chunk=4, dim_block=32, num_warps=2, segment=256),
-)
-DEVICE_TABLE = {"NVIDIA GeForce RTX 3090": _RTX_3090}
-
-
-def choose(sizes: Sizes, device_kind: str, multiprocessors: int) -> ScanConfig:
-    """The configuration for a shape on a device: its entry in the table, or one from the device's size."""
-    if device_kind in DEVICE_TABLE:
-        return DEVICE_TABLE[device_kind]
+def rules(sizes: Sizes, multiprocessors: int) -> ScanConfig:
+    """The configuration for a shape on a device of that size."""
     return ScanConfig(fwd=_forward(sizes, multiprocessors), bwd=_backward(sizes, multiprocessors))
 
 

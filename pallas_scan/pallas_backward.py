@@ -36,6 +36,8 @@ from pallas_scan.problem import Operands
 
 THREAD = 16  # values of a tile that a thread holds: a chunk's states, A, dA and the cotangent are 8 tiles and more
 
+KEPT = 32  # values a thread of a chunk's decays, up to which keeping them does not spill; more are computed twice
+
 
 def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array) -> Operands:
     """Gradients of a scan, those of parameters one a batch row.
@@ -157,6 +159,7 @@ def _gradient_kernel(program: Program) -> None:
     sums |= {name: zero for name, fixed in (("dB", B), ("dC", C)) if fixed is not None}
     sums |= {f"d{name}": zero_vector for name in ("D", "delta_bias") if name in refs}
 
+    keep_decays = cut.chunk * cut.values_a_thread <= KEPT
     one = refs["one"][0]
     per_interval = cut.save_every // cut.chunk
 
@@ -168,14 +171,17 @@ def _gradient_kernel(program: Program) -> None:
         delta, _ = program.step_size(step.delta, bias, position)
         decay = exp2(delta[None, :] * A, cut)
         drive = delta * step.u.astype(jnp.float32)
-        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B)
+        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B), decay
 
     def chunk_body(chunk, h, g, sums):
         positions = program.positions(chunk)
         states = [h]
         steps = [(load(p, back=True), p) for p in positions]  # all of them before the first store
+        decays = []
         for step, position in steps:
-            states.append(advance(states[-1], step, position))
+            h, decay = advance(states[-1], step, position)
+            states.append(h)
+            decays.append(decay)
 
         sums = dict(sums)
         for k, (step, position) in reversed(list(enumerate(steps))):
@@ -198,9 +204,9 @@ def _gradient_kernel(program: Program) -> None:
             _matrix_gradient(program, sums, "dC", after * dy[None, :], time, inside)
             _matrix_gradient(program, sums, "dB", g * drive[None, :], time, inside)
             to_drive = jnp.sum(g * B_t, axis=0)
-            # exp2 again: keeping a chunk's decays would take as many registers as its states, and spill. Times a one
-            # that the compiler does not know, or it would keep them all the same.
-            g = carried(exp2((one * delta)[None, :] * A, cut) * g, step.keep)
+            # A factor of one that the compiler does not know, or it would keep the decays where that spills.
+            decay = decays[k] if keep_decays else exp2((one * delta)[None, :] * A, cut)
+            g = carried(decay * g, step.keep)
             to_exponent = carried(g * before, step.keep)
             sums["dA"] = sums["dA"] + to_exponent * delta[None, :]
             ddelta = u * to_drive + jnp.sum(to_exponent * A, axis=0) * (1.0 / LOG2_E)
@@ -231,7 +237,7 @@ def _gradient_kernel(program: Program) -> None:
         def find(k, carry):
             h, later = carry
             for step, position in [(load(p, back=False), p) for p in program.positions(first_chunk + k)]:
-                h = advance(h, step, position)
+                h, _ = advance(h, step, position)
             return h, [jnp.where(k == i, h, kept) for i, kept in enumerate(later)]
 
         _, later = lax.fori_loop(0, per_interval - 1, find, (first_state(), [zero] * (per_interval - 1)))

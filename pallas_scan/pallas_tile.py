@@ -52,6 +52,11 @@ class Cut:
         return _power_of_two(self.state)
 
     @property
+    def values_a_thread(self) -> int:
+        """Of a tile."""
+        return self.state_block * self.dim_block // (32 * self.num_warps)
+
+    @property
     def states_contiguous(self) -> bool:
         """Whether A is read with the states of a channel next to each other."""
         return self.dim_block <= 16
@@ -211,7 +216,7 @@ class Program:
         """A log2 e, [state, dim_block]: exp(δ A) is exp2 of δ times this."""
         index = self._tile_index()
         index = index[::-1] if self.cut.states_contiguous else index
-        return self.load("A", self.row("A"), *index, mask=self._tile_mask())
+        return self.load("A", self.row("A"), *index, mask=self._tile_mask()) * LOG2_E
 
     def segment_start(self) -> Array:
         """What the segment starts from, where there are several."""
@@ -329,7 +334,7 @@ def _both(a: Array | None, b: Array | None, shape: tuple[int, ...]) -> Array | N
 
 
 def kernel_inputs(ops: Operands, cut: Cut) -> dict[str, Array]:
-    """Operands as the kernels read them: tiles as (..., state, dim), A scaled for exp2, keep as int32."""
+    """Operands as the kernels read them: tiles as (..., state, dim), keep as int32."""
 
     def tiled(x: Array) -> Array:
         return jnp.swapaxes(x, -1, -2)
@@ -337,7 +342,7 @@ def kernel_inputs(ops: Operands, cut: Cut) -> dict[str, Array]:
     inputs = {
         "u": ops.u,
         "delta": ops.delta,
-        "A": (ops.A if cut.states_contiguous else tiled(ops.A)) * LOG2_E,
+        "A": ops.A if cut.states_contiguous else tiled(ops.A),
         "B": ops.B if ops.B.ndim == 4 else tiled(ops.B.astype(jnp.float32)),
         "C": ops.C if ops.C.ndim == 4 else tiled(ops.C.astype(jnp.float32)),
         "D": ops.D,

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_scan import _compat, pallas_backward, pallas_forward, pallas_tile, reference
-from pallas_scan.config import ScanConfig, choose
+from pallas_scan import _compat, pallas_backward, pallas_forward, pallas_tile, reference, tuning
+from pallas_scan.config import ScanConfig
 from pallas_scan.problem import Operands, Options
 
 
@@ -49,7 +49,7 @@ def backward(
 
 
 def _configuration(ops: Operands, options: Options) -> ScanConfig:
-    return options.config or choose(ops.sizes, *_compat.gpu())
+    return options.config or tuning.choose(ops.sizes, ops.u.dtype, *_compat.gpu())
 
 
 def _empty_forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Array, Array | None]:

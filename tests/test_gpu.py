@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_scan
-from pallas_scan import _compat, config
+from pallas_scan import _compat, tuning
 from pallas_scan.config import Sizes
 from tests import float64
 from tests.cases import CASES, Case, draw
@@ -72,7 +72,7 @@ def test_memory_of_the_compiled_program(dtype):
 
     memory = jax.jit(forward).lower(arrays).compile().memory_analysis()
     # The segments' summaries, A transposed, the final state that was not asked for, and XLA's rounding up.
-    segments = seq // config.choose(Sizes(batch, seq, dim, 16), *_compat.gpu()).fwd.segment
+    segments = seq // tuning.choose(Sizes(batch, seq, dim, 16), dtype, *_compat.gpu()).fwd.segment
     summaries = 4 * batch * dim * 33 * (segments if segments > 1 else 0)
     assert memory.temp_size_in_bytes <= summaries + 4 * batch * dim * 16 + 2 * 4 * dim * 16 + 2**12
     memory = jax.jit(both).lower(arrays, arrays["u"]).compile().memory_analysis()

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from pallas_scan.problem import Operands
+
 Shape = tuple[int, int, int, int]  # batch, seq, dim, state
 
 
@@ -23,6 +25,14 @@ def mamba_inputs(shape: Shape, dtype: str = "float32", seed: int = 0) -> dict[st
         "C": jax.random.normal(keys[3], (batch, seq, state)).astype(dtype),
         "D": jnp.ones(dim),
     }
+
+
+def operands(shape: Shape, dtype: str = "float32", seed: int = 0) -> Operands:
+    """The same as the kernels take them."""
+    given = mamba_inputs(shape, dtype, seed)
+    parameters = {name: given[name][None] for name in ("A", "D")}
+    matrices = {name: given[name][:, :, None] for name in ("B", "C")}
+    return Operands(u=given["u"], delta=given["delta"], **parameters, **matrices)
 
 
 def parse_shape(text: str) -> Shape:

@@ -30,12 +30,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pallas_scan import _compat, config, pallas_backward, pallas_forward, pallas_tile
-from pallas_scan.problem import Operands, Options
+from pallas_scan import _compat, config, pallas_backward, pallas_forward, pallas_tile, tuning
+from pallas_scan.problem import Options
 from tools import inputs, recording
 
+DEVICES = {"NVIDIA GeForce RTX 3090": 82, "NVIDIA H200": 132}  # and their multiprocessors
+
 _ARCHITECTURES = flags.DEFINE_list("architectures", ["80", "86", "89", "90"], "Compute capabilities, without the dot.")
-_DEVICES = flags.DEFINE_list("devices", [*config.DEVICE_TABLE, "other"], "Device kinds of the table, or 'other'.")
+_DEVICES = flags.DEFINE_list("devices", list(DEVICES), f"Any of {', '.join(DEVICES)}.")
 _SHAPE = flags.DEFINE_string("shape", "4x2048x1024x16", "batch x seq x dim x state.")
 _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "dtypes of the activations.")
 _OUT = flags.DEFINE_string("out", None, "Where to write the table as JSON.")
@@ -48,8 +50,8 @@ flags.register_validator(
 )
 flags.register_validator(
     _DEVICES,
-    lambda v: bool(v) and all(d in config.DEVICE_TABLE or d == "other" for d in v),
-    message=f"expected any of {[*config.DEVICE_TABLE, 'other']}",
+    lambda v: bool(v) and set(v) <= set(DEVICES),
+    message=f"expected any of {', '.join(DEVICES)}",
 )
 flags.register_validator(
     _DTYPES,
@@ -166,15 +168,8 @@ def kernels(shape: inputs.Shape, dtype: str, device: str) -> Iterator[tuple[Lowe
     def array(*sizes: int, of: str = "float32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(of))
 
-    ops = Operands(
-        u=array(batch, seq, dim, of=dtype),
-        delta=array(batch, seq, dim, of=dtype),
-        A=array(1, dim, state),
-        B=array(batch, seq, 1, state, of=dtype),
-        C=array(batch, seq, 1, state, of=dtype),
-        D=array(1, dim),
-    )
-    chosen = config.choose(ops.sizes, device, 132)
+    ops = jax.eval_shape(lambda: inputs.operands(shape, dtype))
+    chosen = tuning.choose(ops.sizes, dtype, device, DEVICES[device])
     options = Options(save_every=config.save_every(dtype))
     forward = pallas_tile.fit(chosen.fwd, ops, options, thread=pallas_forward.THREAD, interpret=False)
     backward = pallas_tile.fit(chosen.bwd, ops, options, thread=pallas_backward.THREAD, interpret=False)

@@ -1,11 +1,13 @@
-"""GPU time of the kernels from the profiler: their own durations, without launches and gaps.
+"""GPU time of kernels from the profiler: their own durations, without launches and gaps.
 
-python -m tools.kernel_time --shapes=4x2048x1024x16,8x2048x1536x16 --dtype=bfloat16
+One profile holds many programs, since starting it takes longer than most of them: a marker kernel stands before each
+call. A program is called on one set of inputs after another, together larger than the L2 cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 import tempfile
@@ -15,19 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jax.profiler import ProfileData
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-import pallas_scan
-from pallas_scan import _compat
-from tools import inputs
-
-_SHAPES = flags.DEFINE_list("shapes", ["4x2048x1024x16"], "Shapes, batch x seq x dim x state.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "dtype of u, delta, B and C.")
-flags.register_validator(_SHAPES, inputs.are_shapes)
+CACHE_BYTES = 2**27  # twice the L2 cache of the largest card we know, an H200's 60 MB
+MARKER = "kernel_time_marker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,31 +33,60 @@ class KernelTime:
     by_kernel: dict[str, float]  # median ms a call, by the kernel's name
 
 
-def kernel_time(call: Callable[..., Any], rotation: Sequence[Any], calls: int = 20) -> KernelTime:
-    """Profiles `calls` calls, each on the next of `rotation`: give it several, larger together than the L2 cache.
+def copies(arguments: Any) -> list[Any]:
+    """The arguments and as many copies as are larger than the L2 cache together."""
+    size = sum(x.nbytes for x in jax.tree.leaves(arguments))
+    return [arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(min(63, max(1, CACHE_BYTES // size))))]
+
+
+def kernel_times(
+    programs: Sequence[Callable[[Any], Any]], rotation: Sequence[Any], *, calls: int = 20
+) -> list[KernelTime]:
+    """Profiles `calls` calls of each program, each on the next of `rotation`.
 
     Raises:
-      RuntimeError: the profiler saw no kernels, or not the same number in every call.
+      RuntimeError: the profiler lost calls, or saw no kernel in one.
     """
-    for x in rotation:
-        jax.block_until_ready(call(x))
+    mark = _marker()
+    for program in programs:
+        jax.block_until_ready(program(rotation[0]))
+    jax.block_until_ready(mark())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for i in range(calls):
-                jax.block_until_ready(call(rotation[i % len(rotation)]))
+            for program in programs:
+                for i in range(calls):
+                    mark()
+                    result = program(rotation[i % len(rotation)])
+                jax.block_until_ready(result)
+                del result
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         events = _kernels(ProfileData.from_file(str(path)))
-    if not events or len(events) % calls:
-        raise RuntimeError(f"the profiler saw {len(events)} kernels in {calls} calls, expected a multiple of the calls")
-    each = len(events) // calls
-    rows = [events[i * each : (i + 1) * each] for i in range(calls)]
-    sums = [sum(ms for _, ms in row) for row in rows]
-    by_kernel: dict[str, list[float]] = defaultdict(lambda: [0.0] * calls)
-    for i, row in enumerate(rows):
-        for name, ms in row:
+    marks = [i for i, (name, _) in enumerate(events) if MARKER in name]
+    if len(marks) != calls * len(programs):
+        raise RuntimeError(f"the profiler saw {len(marks)} of {calls * len(programs)} calls")
+    by_call = [events[a + 1 : b] for a, b in zip(marks, [*marks[1:], len(events)], strict=True)]
+    if not all(by_call):
+        raise RuntimeError("the profiler saw no kernel in a call")
+    return [_summary(by_call[i : i + calls]) for i in range(0, len(by_call), calls)]
+
+
+def _summary(by_call: list[list[tuple[str, float]]]) -> KernelTime:
+    by_kernel: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(by_call))
+    for i, kernels in enumerate(by_call):
+        for name, ms in kernels:
             by_kernel[name][i] += ms
-    q1, median, q3 = statistics.quantiles(sums, n=4)
+    q1, median, q3 = statistics.quantiles([sum(ms for _, ms in kernels) for kernels in by_call], n=4)
     return KernelTime(median, q1, q3, {name: statistics.median(ms) for name, ms in by_kernel.items()})
+
+
+@functools.cache
+def _marker() -> Callable[[], Any]:
+    def body(out):
+        out[0] = jnp.float32(0.0)
+
+    shape = jax.ShapeDtypeStruct((1,), jnp.float32)
+    parameters = plgpu.CompilerParams(num_warps=1, num_stages=1)
+    return jax.jit(pl.pallas_call(body, out_shape=shape, compiler_params=parameters, name=MARKER))
 
 
 def _kernels(profile: ProfileData) -> list[tuple[str, float]]:
@@ -75,31 +99,3 @@ def _kernels(profile: ProfileData) -> list[tuple[str, float]]:
             if line.name.startswith("Stream"):
                 found += [(event.start_ns, event.name, event.duration_ns / 1e6) for event in line.events]
     return [(name, ms) for _, name, ms in sorted(found)]
-
-
-def _forward(arguments: dict[str, Any]) -> Any:
-    return pallas_scan.scan(**arguments, implementation="pallas")
-
-
-def _gradients(arguments: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    out, pullback = jax.vjp(_forward, arguments)
-    return pullback(jnp.ones_like(out))[0]
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
-    if not _compat.gpu_backend():
-        raise app.UsageError(f"got the backend {jax.default_backend()}, expected an NVIDIA GPU")
-    table = Table("batch x seq x dim x state", "mode", "ms", "q1", "q3", "of which")
-    for text in track(_SHAPES.value, console=Console(stderr=True), transient=True):
-        rotation = [inputs.mamba_inputs(inputs.parse_shape(text), _DTYPE.value, seed) for seed in range(3)]
-        for mode, function in (("fwd", _forward), ("fwd_bwd", _gradients)):
-            time = kernel_time(jax.jit(function), rotation)
-            parts = ", ".join(f"{name} {ms:.4f}" for name, ms in time.by_kernel.items())
-            table.add_row(text, mode, f"{time.median_ms:.4f}", f"{time.q1_ms:.4f}", f"{time.q3_ms:.4f}", parts)
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    app.run(main)
