@@ -72,29 +72,51 @@ def rules(sizes: Sizes, multiprocessors: int) -> ScanConfig:
     return ScanConfig(fwd=_forward(sizes, multiprocessors), bwd=_backward(sizes, multiprocessors))
 
 
-# What the rules below rest on was measured on an H200 (docs/performance-notes.md).
+# What the rules below rest on was measured on an H200 (docs/performance-notes.md). Every card since sm_70 has 65,536
+# registers a multiprocessor, which hold 8 one-warp programs that use all 255 they can.
+RESIDENT = 8  # programs of a multiprocessor
 
 
 def _forward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
-    # Rows and channels alone give every multiprocessor 8 warps of narrow tiles: one pass, half the exps of two.
-    if sizes.batch * -(-sizes.dim // 16) >= 8 * multiprocessors:
-        return KernelConfig(chunk=8, dim_block=16, num_warps=1, segment=-(-sizes.seq // 8) * 8)
-    # Wide tiles have the fewest instructions, where that leaves enough of them.
-    if sizes.batch * -(-sizes.dim // 128) * -(-sizes.seq // 64) >= 4 * multiprocessors:
-        return _segmented(128, sizes, programs=24 * multiprocessors, shortest=64)
-    return _segmented(32, sizes, programs=24 * multiprocessors, shortest=32)
+    resident = RESIDENT * multiprocessors
+    # One pass, half the exps of two, where narrow tiles of 8 or 4 values a thread come to that many programs alone.
+    for values in (256, 128):
+        dim_block = max(1, values // (1 << (sizes.state - 1).bit_length()))
+        if 16 * sizes.batch * -(-sizes.dim // dim_block) >= 15 * resident:
+            return KernelConfig(chunk=8, dim_block=dim_block, num_warps=1, segment=-(-sizes.seq // 8) * 8)
+    # Wide tiles have the fewest instructions, where segments of 32 steps leave half the programs or more.
+    if 2 * _programs(128, sizes, 32) >= resident:
+        return _segmented(128, sizes, resident=resident, shortest=32)
+    return _segmented(32, sizes, resident=2 * resident, shortest=32)
 
 
 def _backward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
-    enough = sizes.batch * -(-sizes.dim // 32) * -(-sizes.seq // 64) >= 4 * multiprocessors
-    return _segmented(32 if enough else 16, sizes, programs=16 * multiprocessors, shortest=64)
+    resident = RESIDENT * multiprocessors
+    dim_block = 32 if 2 * _programs(32, sizes, 64) >= resident else 16
+    return _segmented(dim_block, sizes, resident=resident, shortest=64)
 
 
-def _segmented(dim_block: int, sizes: Sizes, *, programs: int, shortest: int) -> KernelConfig:
-    """As many segments as come to `programs` programs, none shorter than `shortest` steps."""
-    a_segment = max(1, sizes.batch * -(-sizes.dim // dim_block))
-    segment = max(shortest, -(-sizes.seq // -(-programs // a_segment)))
-    return KernelConfig(chunk=4, dim_block=dim_block, num_warps=1, segment=-(-segment // 4) * 4)
+def _programs(dim_block: int, sizes: Sizes, segment: int) -> int:
+    return sizes.batch * -(-sizes.dim // dim_block) * -(-sizes.seq // segment)
+
+
+def _segmented(dim_block: int, sizes: Sizes, *, resident: int, shortest: int) -> KernelConfig:
+    """Segments, none shorter than `shortest` steps, whose programs fill whole waves of `resident`: a wave's last
+    programs take as long as its first, however few they are. Of equal fill the fewer, since each is combined."""
+    chunk = 4
+    best: tuple[float, int] | None = None
+    for count in range(1, max(1, sizes.seq // shortest) + 1):
+        segment = -(-sizes.seq // (count * chunk)) * chunk
+        waves = -(-_programs(dim_block, sizes, segment) // resident)
+        # In steps of a full wave: a program's own, its start, and the summaries, combined one after another.
+        a_summary = 0.4 + 2.5 * _programs(dim_block, sizes, sizes.seq) / resident
+        cost = waves * (segment + 4.0) + count * a_summary
+        if best is None or cost < best[0]:
+            best = cost, segment
+        if waves > 8:
+            break
+    assert best is not None
+    return KernelConfig(chunk=chunk, dim_block=dim_block, num_warps=1, segment=best[1])
 
 
 def save_every(dtype: Any) -> int:

@@ -3,19 +3,28 @@
     python -m tools.benchmark                       # a table within two minutes
     python -m tools.benchmark --preset=seed         # every cell of the recorded CPU table
     python -m tools.benchmark --shapes=1x4096x512x16 --implementations=scan,chunked --compare=results/cpu.json
+    python -m tools.benchmark --preset=gpu --dtypes=float32,bfloat16    # every cell of a GPU's table
 
-A cell is one shape in one mode. Its implementations take turns, sample by sample, so that a change in the machine's
-speed reaches all of them; times are medians of samples, a sample being the mean of `inner` calls.
+A cell is one shape in one dtype and mode. Its implementations take turns, sample by sample, so that a change in the
+machine's speed reaches all of them; times are medians of samples, a sample being the mean of `inner` calls.
+
+On a GPU `median_ms` is the host's time and `kernel_ms` the kernels' own, from the profiler, on inputs that rotate
+through more memory than the L2 cache. `floor_ms` is tools/roofline.py's. Programs are compiled several at once, so
+`compile_s` is no more than a hint there.
 """
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +35,40 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import pallas_scan
-from tools import inputs, recording
+from pallas_scan import _compat
+from tools import inputs, recording, roofline
+from tools.kernel_time import copies, kernel_times
 
-IMPLEMENTATIONS = ("scan", "assoc", "chunked")
+IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas")
 MODES = ("fwd", "fwd_bwd")
+DTYPES = ("float32", "bfloat16", "float16")
 MEBIBYTE = 2**20
 
 _PRESETS = {
     "default": [(4, seq, dim, 16) for seq, dim in ((512, 256), (2048, 256), (512, 1024))],
     "seed": [(4, seq, dim, 16) for seq in (512, 2048, 8192) for dim in (256, 512, 1024)],
+    "gpu": [
+        *((4, seq, dim, 16) for seq, dim in ((512, 256), (512, 1024), (2048, 256), (2048, 512), (2048, 1024))),
+        *((4, 8192, dim, 16) for dim in (256, 1024)),
+        *((8, 2048, dim, 16) for dim in (1536, 5120)),
+        (1, 65536, 1536, 16),
+        (4, 2048, 1024, 64),
+        *((1, 2**n, 1024, 16) for n in range(9, 20)),  # the Mamba paper's sweep, its appendix E.5
+    ],
 }
-# associative_scan keeps gigabytes and needs seconds a call there; the recorded table leaves it out too.
-_ASSOC_LIMIT = {"seed": 2048}
+# The longest seq of an implementation in a preset: associative_scan keeps gigabytes and needs seconds a call beyond,
+# and a plain lax.scan launches kernels for every step.
+_LIMITS = {"seed": {"assoc": 2048}, "gpu": {"assoc": 8192, "scan": 8192}}
+# Those whose kernels are profiled: the others launch too many.
+_PROFILED = ("assoc", "pallas")
 
 _PRESET = flags.DEFINE_enum("preset", "default", sorted(_PRESETS), "Which shapes to run, unless --shapes is given.")
 _SHAPES = flags.DEFINE_list("shapes", None, "Shapes, batch x seq x dim x state: 4x512x256x16,4x2048x256x16.")
-_IMPLEMENTATIONS = flags.DEFINE_list("implementations", list(IMPLEMENTATIONS), f"Any of {', '.join(IMPLEMENTATIONS)}.")
+_IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations", None, f"Any of {', '.join(IMPLEMENTATIONS)}; without pallas on a CPU and chunked on a GPU."
+)
 _MODES = flags.DEFINE_list("modes", list(MODES), f"Any of {', '.join(MODES)}.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "dtype of u, delta, B and C.")
+_DTYPES = flags.DEFINE_list("dtypes", ["float32"], f"dtypes of u, delta, B and C: any of {', '.join(DTYPES)}.")
 _SAMPLES = flags.DEFINE_integer("samples", 7, "Samples a cell and implementation, at most.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 6.0, "Sampling a cell stops after this many seconds.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
@@ -52,7 +77,7 @@ _COMPARE = flags.DEFINE_string("compare", None, "Another recording, to put besid
 
 
 def _each(allowed: tuple[str, ...]) -> Callable[[list[str]], bool]:
-    return lambda values: bool(values) and set(values) <= set(allowed)
+    return lambda values: values is None or (bool(values) and set(values) <= set(allowed))
 
 
 def _is_recording(path: str | None) -> bool:
@@ -66,8 +91,24 @@ def _is_recording(path: str | None) -> bool:
 
 flags.register_validator(_IMPLEMENTATIONS, _each(IMPLEMENTATIONS), message=f"expected any of {IMPLEMENTATIONS}")
 flags.register_validator(_MODES, _each(MODES), message=f"expected any of {MODES}")
+flags.register_validator(_DTYPES, _each(DTYPES), message=f"expected any of {DTYPES}")
 flags.register_validator(_SHAPES, inputs.are_shapes)
 flags.register_validator(_COMPARE, _is_recording)
+
+
+class Cell(NamedTuple):
+    shape: inputs.Shape
+    dtype: str
+    mode: str
+    implementations: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {self.mode}"
+
+    @property
+    def reference(self) -> str:
+        """What the others' results are compared with."""
+        return "scan" if "scan" in self.implementations or not _compat.gpu_backend() else "chunked"
 
 
 @dataclasses.dataclass
@@ -75,11 +116,14 @@ class Candidate:
     """One implementation of one cell, compiled."""
 
     name: str
-    call: Callable[[], Any]
-    memory: Any
+    program: Any
     compile_s: float
+    arguments: Any = None
     inner: int = 1
     seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def call(self) -> Any:
+        return self.program(self.arguments)
 
     def sample(self) -> None:
         start = time.perf_counter()
@@ -88,6 +132,12 @@ class Candidate:
         jax.block_until_ready(result)
         self.seconds.append((time.perf_counter() - start) / self.inner)
 
+    def warm_up(self) -> None:
+        """Sets `inner` so that a sample takes about 20 ms."""
+        jax.block_until_ready(self.call())
+        self.sample()
+        self.inner = max(1, int(0.02 / self.seconds.pop()))
+
 
 def function(implementation: str, mode: str) -> Callable[[dict[str, jax.Array]], Any]:
     """The program that is measured: out, or the gradients of every input of sum(out²) / 2."""
@@ -95,69 +145,82 @@ def function(implementation: str, mode: str) -> Callable[[dict[str, jax.Array]],
     def forward(arguments):
         return pallas_scan.scan(**arguments, implementation=implementation)
 
-    def loss(arguments):
-        return 0.5 * jnp.sum(jnp.square(forward(arguments).astype(jnp.float32)))
+    def gradients(arguments):
+        out, pullback = jax.vjp(forward, arguments)
+        return pullback(out)[0]
 
-    return forward if mode == "fwd" else jax.grad(loss)
+    return forward if mode == "fwd" else gradients
 
 
-def prepare(implementation: str, mode: str, arguments: dict[str, jax.Array]) -> Candidate:
-    """Compiles, runs once, and sets `inner` so that a sample takes about 20 ms."""
-    lowered = jax.jit(function(implementation, mode)).lower(arguments)
+def _compile(name: str, lowered: Any) -> Candidate:
     start = time.perf_counter()
-    compiled = lowered.compile()
-    compile_s = time.perf_counter() - start
-    candidate = Candidate(implementation, lambda: compiled(arguments), compiled.memory_analysis(), compile_s)
-    jax.block_until_ready(candidate.call())
-    candidate.sample()
-    candidate.inner = max(1, int(0.02 / candidate.seconds.pop()))
-    return candidate
+    return Candidate(name, lowered.compile(), time.perf_counter() - start)
+
+
+def compiled(cells: list[Cell], threads: int) -> Iterator[tuple[Cell, list[Candidate]]]:
+    """Each cell with its programs, the reference's first. On several threads the following cells' are under way."""
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        waiting: collections.deque = collections.deque()
+
+        def submit(cell: Cell) -> None:
+            names = [cell.reference, *(n for n in cell.implementations if n != cell.reference)]
+            arguments = jax.eval_shape(functools.partial(inputs.mamba_inputs, cell.shape, cell.dtype))
+            lowered = [(name, jax.jit(function(name, cell.mode)).lower(arguments)) for name in names]
+            waiting.append((cell, [pool.submit(_compile, *pair) for pair in lowered]))
+
+        ahead = threads if threads > 1 else 0
+        for i in range(len(cells) + ahead):
+            if i < len(cells):
+                submit(cells[i])
+            if i >= ahead and waiting:
+                cell, futures = waiting.popleft()
+                yield cell, [future.result() for future in futures]
 
 
 def relative_error(got: Any, want: Any) -> float:
     """max |got - want| / max |want|, the largest over the leaves."""
 
     def one(a, b):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)
 
-    return max(jax.tree.leaves(jax.tree.map(one, got, want)))
+    return float(max(jax.tree.leaves(jax.tree.map(one, got, want))))
 
 
-def measure_cell(
-    shape: inputs.Shape, mode: str, implementations: list[str], *, dtype: str, samples: int, seconds: float, seed: int
-) -> Iterator[dict[str, Any] | None]:
-    """Yields None after each step of work (for the progress bar) and at the end one row an implementation."""
-    arguments = inputs.mamba_inputs(shape, dtype, seed)
-    candidates = []
+def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds: float, seed: int) -> list[dict]:
+    """One row an implementation."""
+    arguments = inputs.mamba_inputs(cell.shape, cell.dtype, seed)
     errors = {}
     want = None
-    for name in ["scan", *(n for n in implementations if n != "scan")]:
-        candidate = prepare(name, mode, arguments)
+    for candidate in programs:
+        candidate.arguments = arguments
+        candidate.warm_up()
         result = jax.block_until_ready(candidate.call())
-        if name == "scan":
+        if want is None:
             want = result
         else:
-            errors[name] = relative_error(result, want)
-        if name in implementations:
-            candidates.append(candidate)
-            yield None
-    del want, result
+            errors[candidate.name] = relative_error(result, want)
+        del result
+    del want
+    candidates = [c for c in programs if c.name in cell.implementations]
     start = time.perf_counter()
     for taken in range(samples):
         if taken >= 3 and time.perf_counter() - start > seconds:
             break
         for candidate in candidates:
             candidate.sample()
+    rows = []
     for candidate in candidates:
         q1, median, q3 = np.quantile(np.array(candidate.seconds) * 1e3, (0.25, 0.5, 0.75))
-        row = {
+        memory = candidate.program.memory_analysis()
+        row: dict[str, Any] = {
             "impl": candidate.name,
-            "mode": mode,
-            "shape": dict(zip(("batch", "seq", "dim", "state"), shape, strict=True)),
-            "xla_temp_mb": round(candidate.memory.temp_size_in_bytes / MEBIBYTE, 2),
-            "xla_arg_mb": round(candidate.memory.argument_size_in_bytes / MEBIBYTE, 2),
-            "xla_out_mb": round(candidate.memory.output_size_in_bytes / MEBIBYTE, 2),
+            "mode": cell.mode,
+            "dtype": cell.dtype,
+            "shape": dict(zip(("batch", "seq", "dim", "state"), cell.shape, strict=True)),
+            "xla_temp_mb": round(memory.temp_size_in_bytes / MEBIBYTE, 2),
+            "xla_arg_mb": round(memory.argument_size_in_bytes / MEBIBYTE, 2),
+            "xla_out_mb": round(memory.output_size_in_bytes / MEBIBYTE, 2),
             "compile_s": candidate.compile_s,
             "inner": candidate.inner,
             "median_ms": float(median),
@@ -165,30 +228,45 @@ def measure_cell(
             "q3_ms": float(q3),
         }
         if candidate.name in errors:
-            row["rel_err_vs_scan"] = errors[candidate.name]
-        yield row
+            row[f"rel_err_vs_{cell.reference}"] = errors[candidate.name]
+        rows.append(row)
+    if _compat.gpu_backend():
+        _add_kernel_times(cell, candidates, rows)
+    return rows
+
+
+def _add_kernel_times(cell: Cell, candidates: list[Candidate], rows: list[dict[str, Any]]) -> None:
+    """The columns that a GPU's rows have on top."""
+    floor = roofline.floor_ms(cell.shape, cell.mode, cell.dtype, roofline.ceilings())
+    for row in rows:
+        row["peak_mb"] = round(row["xla_temp_mb"] + row["xla_arg_mb"] + row["xla_out_mb"], 2)
+        row["floor_ms"] = floor
+    profiled = [(c, row) for c, row in zip(candidates, rows, strict=True) if c.name in _PROFILED]
+    if not profiled:
+        return
+    rotation = copies(candidates[0].arguments)
+    times = kernel_times([c.program for c, _ in profiled], rotation)
+    for (_, row), measured in zip(profiled, times, strict=True):
+        row["kernel_ms"], row["kernel_q1_ms"], row["kernel_q3_ms"] = dataclasses.astuple(measured)[:3]
+        row["x_floor"] = measured.median_ms / floor
+        row["kernels"] = measured.by_kernel
 
 
 def table(results: list[dict[str, Any]], other: list[dict[str, Any]] | None = None) -> Table:
     """A row an implementation and cell; ratios are scan's figure over the implementation's, so more is better."""
-    view = Table(title="ratios: scan's figure / this one's (more is better)", title_justify="left")
-    columns = [
-        "batch x seq x dim x state",
-        "mode",
-        "impl",
-        "ms",
-        "x scan",
-        "temp MB",
-        "x scan",
-        "compile s",
-        "rel. err",
-    ]
-    columns += ["other's ms", "x other", "other's temp MB", "other's x scan"] if other is not None else []
-    for i, column in enumerate(columns):
-        view.add_column(column, justify="left" if i < 3 else "right")
+    view = Table(title="x scan: scan's figure / this one's (more is better)", title_justify="left")
+    on_gpu = any("floor_ms" in row for row in results)
+    left = ["batch x seq x dim x state", "dtype", "mode", "impl"]
+    right = ["ms", "x scan", "temp MB", "x scan", "compile s", "rel. err"]
+    right += ["kernel ms", "x floor", "peak MB"] if on_gpu else []
+    right += ["other's ms", "x other", "other's temp MB", "other's x scan"] if other is not None else []
+    for column in left:
+        view.add_column(column)
+    for column in right:
+        view.add_column(column, justify="right")
 
-    def key(row):
-        return (*row["shape"].values(), row["mode"], row["impl"])
+    def key(row):  # an older recording has one dtype for all
+        return (*row["shape"].values(), row.get("dtype", "float32"), row["mode"], row["impl"])
 
     theirs = {key(row): row for row in other or []}
     ours = {key(row): row for row in results}
@@ -198,17 +276,21 @@ def table(results: list[dict[str, Any]], other: list[dict[str, Any]] | None = No
         if cell not in (None, key(row)[:-1]):
             view.add_section()
         fresh, cell = cell != key(row)[:-1], key(row)[:-1]
-        cells = [
-            " x ".join(str(v) for v in row["shape"].values()) if fresh else "",
-            row["mode"] if fresh else "",
+        error = next((v for k, v in row.items() if k.startswith("rel_err")), None)
+        cells = [" x ".join(str(v) for v in row["shape"].values()), row["dtype"], row["mode"]] if fresh else [""] * 3
+        cells += [
             row["impl"],
-            f"{row['median_ms']:.1f}",
+            f"{row['median_ms']:.3f}" if on_gpu else f"{row['median_ms']:.1f}",
             _ratio(base, row, "median_ms"),
             f"{row['xla_temp_mb']:.2f}",
             _ratio(base, row, "xla_temp_mb"),
             f"{row['compile_s']:.2f}",
-            f"{row['rel_err_vs_scan']:.1e}" if "rel_err_vs_scan" in row else "",
+            f"{error:.1e}" if error is not None else "",
         ]
+        if on_gpu:
+            profiled = "kernel_ms" in row
+            cells += [f"{row['kernel_ms']:.4f}", f"{row['x_floor']:.2f}"] if profiled else ["", ""]
+            cells.append(f"{row['peak_mb']:.1f}")
         if other is not None:
             match = theirs.get(key(row))
             their_base = theirs.get((*key(row)[:-1], "scan"))
@@ -226,33 +308,28 @@ def _ratio(base: dict[str, Any] | None, row: dict[str, Any] | None, key: str) ->
     return f"{base[key] / row[key]:.2f}" if base and row and row[key] else ""
 
 
-def run(shapes: list[inputs.Shape], console: Console) -> list[dict[str, Any]]:
-    names = [name for name in IMPLEMENTATIONS if name in _IMPLEMENTATIONS.value]
-    limit = _ASSOC_LIMIT.get(_PRESET.value) if _SHAPES.value is None else None
+def plan(shapes: list[inputs.Shape]) -> list[Cell]:
+    names = _IMPLEMENTATIONS.value
+    if names is None:
+        names = [n for n in IMPLEMENTATIONS if n != ("chunked" if _compat.gpu_backend() else "pallas")]
+    limits = _LIMITS.get(_PRESET.value, {}) if _SHAPES.value is None else {}
     cells = []
-    for shape in shapes:
-        fitting = [n for n in names if n != "assoc" or limit is None or shape[1] <= limit]
-        cells += [(shape, mode, fitting) for mode in MODES if mode in _MODES.value and fitting]
+    for shape, dtype, mode in itertools.product(shapes, _DTYPES.value, MODES):
+        fitting = tuple(n for n in IMPLEMENTATIONS if n in names and shape[1] <= limits.get(n, shape[1]))
+        if fitting and mode in _MODES.value:
+            cells.append(Cell(shape, dtype, mode, fitting))
+    return cells
+
+
+def run(cells: list[Cell], console: Console) -> list[dict[str, Any]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results = []
+    results: list[dict[str, Any]] = []
+    threads = max(1, (os.cpu_count() or 1) - 1) if _compat.gpu_backend() else 1
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(len(c[2]) + 1 for c in cells))
-        for shape, mode, fitting in cells:
-            progress.update(task, description=f"{'x'.join(map(str, shape))} {mode}")
-            steps = measure_cell(
-                shape,
-                mode,
-                fitting,
-                dtype=_DTYPE.value,
-                samples=_SAMPLES.value,
-                seconds=_SECONDS.value,
-                seed=_SEED.value,
-            )
-            for row in steps:
-                if row is None:
-                    progress.advance(task)
-                else:
-                    results.append(row)
+        task = progress.add_task("compiling", total=len(cells))
+        for cell, programs in compiled(cells, threads):
+            progress.update(task, description=str(cell))
+            results += measure_cell(cell, programs, samples=_SAMPLES.value, seconds=_SECONDS.value, seed=_SEED.value)
             progress.advance(task)
     return results
 
@@ -262,19 +339,21 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     shapes = [inputs.parse_shape(s) for s in _SHAPES.value] if _SHAPES.value else _PRESETS[_PRESET.value]
     console = Console(width=None if sys.stdout.isatty() else 150)
-    results = run(shapes, Console(stderr=True))
-    record = {
+    results = run(plan(shapes), Console(stderr=True))
+    record: dict[str, Any] = {
         "device": recording.device_record(),
         "config": {
             "batch": shapes[0][0],
             "state": shapes[0][3],
-            "dtype": _DTYPE.value,
+            "dtype": _DTYPES.value[0] if len(_DTYPES.value) == 1 else None,
             "gpu_scan_config": None,
-            "note": "rel_err = max|out-scan| / max|scan| (max over out or all grads)",
+            "note": "rel_err = max|out-reference| / max|reference| (max over out or all grads)",
             "note_runs": f"implementations of a cell take turns; seed {_SEED.value}; preset {_PRESET.value}",
         },
         "results": results,
     }
+    if _compat.gpu_backend():
+        record["config"]["ceilings"] = dataclasses.asdict(roofline.ceilings())
     other = recording.read_json(_COMPARE.value)["results"] if _COMPARE.value else None
     console.print(table(results, other))
     recording.write_json(_OUT.value, record)

@@ -140,7 +140,10 @@ class Problem:
         """What `program` takes."""
         if self.part == "fwd":
             return (self.ops,)
-        forward = functools.partial(pallas_triton.forward, options=self.options, save=True, interpret=self.interpret)
+
+        def forward(ops):
+            return pallas_triton.forward(ops, self.options, save=True, interpret=self.interpret)
+
         _, _, saved = jax.jit(forward)(self.ops)
         return self.ops, saved, self.dout, self.dfinal
 
@@ -148,7 +151,8 @@ class Problem:
         options = dataclasses.replace(self.options, config=ScanConfig(config, config))
 
         def fwd(given):
-            out, final, _ = pallas_triton.forward(*given, options, save=False, interpret=self.interpret)
+            (ops,) = given
+            out, final, _ = pallas_triton.forward(ops, options, save=False, interpret=self.interpret)
             return {"out": out, "final": final}
 
         def bwd(given):
@@ -166,6 +170,7 @@ class Problem:
             out, final, saved = chunked.forward(ops, options, save=self.part == "bwd")
             if self.part == "fwd":
                 return {"out": out, "final": final}
+            assert saved is not None
             return _named(chunked.backward(ops, options, saved, dout, dfinal))
 
         return run(self.ops, self.dout, self.dfinal)
