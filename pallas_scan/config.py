@@ -75,6 +75,7 @@ def rules(sizes: Sizes, multiprocessors: int) -> ScanConfig:
 # What the rules below rest on was measured on an H200 (docs/performance-notes.md). Every card since sm_70 has 65,536
 # registers a multiprocessor, which hold 8 one-warp programs that use all 255 they can.
 RESIDENT = 8  # programs of a multiprocessor
+UNIT = 16  # a segment's steps are a multiple
 
 
 def _forward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
@@ -92,8 +93,8 @@ def _forward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
 
 def _backward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
     resident = RESIDENT * multiprocessors
-    dim_block = 32 if 2 * _programs(32, sizes, 64) >= resident else 16
-    return _segmented(dim_block, sizes, resident=resident, shortest=64)
+    dim_block = 32 if 2 * _programs(32, sizes, 32) >= resident else 16
+    return _segmented(dim_block, sizes, resident=resident, shortest=32)
 
 
 def _programs(dim_block: int, sizes: Sizes, segment: int) -> int:
@@ -102,23 +103,24 @@ def _programs(dim_block: int, sizes: Sizes, segment: int) -> int:
 
 def _segmented(dim_block: int, sizes: Sizes, *, resident: int, shortest: int) -> KernelConfig:
     """Segments, none shorter than `shortest` steps, whose programs fill whole waves of `resident`: a wave's last
-    programs take as long as its first, however few they are. Of equal fill the fewer, since each is combined."""
-    chunk = 4
+    programs take as long as its first, however few they are."""
+    rows = _programs(dim_block, sizes, sizes.seq) / resident
     best: tuple[float, int] | None = None
     for count in range(1, max(1, sizes.seq // shortest) + 1):
-        segment = -(-sizes.seq // (count * chunk)) * chunk
+        segment = -(-sizes.seq // (count * UNIT)) * UNIT
         waves = -(-_programs(dim_block, sizes, segment) // resident)
-        # In steps of a full wave: a program's own, its start, and the summaries, combined one after another.
-        a_summary = 0.4 + 2.5 * _programs(dim_block, sizes, sizes.seq) / resident
-        cost = waves * (segment + 4.0) + count * a_summary
+        # In steps of a full wave: a program's own and its start, masks where the last segment ends early, and the
+        # summaries, combined one after another. A single wave leaves multiprocessors idle that finish first.
+        steps = (waves + 0.12) * (segment * (1.1 if sizes.seq % segment else 1.0) + 4.0)
+        cost = steps + count * (0.4 + 2.5 * rows)
         if best is None or cost < best[0]:
             best = cost, segment
         if waves > 8:
             break
     assert best is not None
-    return KernelConfig(chunk=chunk, dim_block=dim_block, num_warps=1, segment=best[1])
+    return KernelConfig(chunk=4, dim_block=dim_block, num_warps=1, segment=best[1])
 
 
 def save_every(dtype: Any) -> int:
     """Steps between saved states: at 16 states they take two activations' bytes, in float32 as in half precision."""
-    return 8 if jnp.dtype(dtype).itemsize == 4 else 16
+    return 8 if jnp.dtype(dtype).itemsize == 4 else 12

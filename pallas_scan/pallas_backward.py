@@ -131,10 +131,11 @@ def _summary_kernel(program: Program) -> None:
     def body(i, carry):
         g, total, steps = carry
         chunk = chunks - 1 - i
+        steps = program.arrived(steps, chunk, C=True)
         following = program.ahead(chunk - 1, z=True, dout=True, C=True)
-        for step, position in reversed(program.arrived(steps, chunk, C=True)):
+        for step, position in reversed(steps):
             delta, _ = program.step_size(step.delta, bias, position)
-            g = g + as_tile(step.C, C) * _cotangent_of_y(step)[None, :]
+            g = g + as_tile(step.C, C, cut) * _cotangent_of_y(step)[None, :]
             g = carried(exp2(delta[None, :] * A, cut) * g, step.keep)
             total = total + delta
         return g, total, following
@@ -171,7 +172,7 @@ def _gradient_kernel(program: Program) -> None:
         delta, _ = program.step_size(step.delta, bias, position)
         decay = exp2(delta[None, :] * A, cut)
         drive = delta * step.u.astype(jnp.float32)
-        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B), decay
+        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B, cut), decay
 
     def chunk_body(chunk, h, g, sums):
         positions = program.positions(chunk)
@@ -191,7 +192,7 @@ def _gradient_kernel(program: Program) -> None:
             delta, raw_delta = program.step_size(step.delta, bias, position)
             drive = delta * u
             dy = _cotangent_of_y(step)
-            B_t, C_t = as_tile(step.B, B), as_tile(step.C, C)
+            B_t, C_t = as_tile(step.B, B, cut), as_tile(step.C, C, cut)
 
             if step.z is not None:
                 y = jnp.sum(after * C_t, axis=0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -118,9 +119,10 @@ def _combine_kernel(program: Program, *, segments: int, backwards: bool) -> None
 
 
 def _advance(program: Program, h: Array, A: Array, B: Array | None, step: Step, delta: Array) -> Array:
+    cut = program.cut
     drive = delta * step.u.astype(jnp.float32)
-    decayed = carried(exp2(delta[None, :] * A, program.cut) * h, step.keep)
-    return decayed + drive[None, :] * as_tile(step.B, B)
+    decayed = carried(exp2(delta[None, :] * A, cut) * h, step.keep)
+    return decayed + drive[None, :] * as_tile(step.B, B, cut)
 
 
 def _summary_kernel(program: Program) -> None:
@@ -130,8 +132,9 @@ def _summary_kernel(program: Program) -> None:
 
     def body(chunk, carry):
         h, total, steps = carry
+        steps = program.arrived(steps, chunk, B=True)
         following = program.ahead(chunk + 1, B=True)
-        for step, position in program.arrived(steps, chunk, B=True):
+        for step, position in steps:
             delta, _ = program.step_size(step.delta, bias, position)
             h = _advance(program, h, A, B, step, delta)
             total = total + delta
@@ -154,24 +157,27 @@ def _scan_kernel(program: Program) -> None:
     if cut.segments > 1:
         h = program.segment_start()
 
+    saving = math.gcd(cut.chunk, cut.save_every) if "saved" in refs else 0  # steps between those that may be due
+
     def body(chunk, carry):
         h, steps = carry
-        following = program.ahead(chunk + 1, z=True, B=True, C=True)
+        if saving:  # before the loads: after them it would wait for all, and keep them in registers
+            _save(program, h, program.positions(chunk)[0])
         steps = program.arrived(steps, chunk, B=True, C=True)
-        before = h
+        following = program.ahead(chunk + 1, z=True, B=True, C=True)
         outs = []
-        for step, position in steps:
+        for k, (step, position) in enumerate(steps):
+            if saving and k and k % saving == 0:
+                _save(program, h, position)
             delta, _ = program.step_size(step.delta, bias, position)
             h = _advance(program, h, A, B, step, delta)
-            y = jnp.sum(h * as_tile(step.C, C), axis=0)
+            y = jnp.sum(h * as_tile(step.C, C, cut), axis=0)
             if skip is not None:
                 y = y + skip * step.u.astype(jnp.float32)
             if step.z is not None:
                 z = step.z.astype(jnp.float32)
                 y = y * z * sigmoid(z)
             outs.append(y)
-        if "saved" in refs:
-            _save(program, before, steps[0][1])
         for y, (_, position) in zip(outs, steps, strict=True):
             program.store_vector("out", y, program.batch, program.time(position), inside=program.inside(position))
         return h, following

@@ -83,17 +83,17 @@ def _power_of_two(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()
 
 
-def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, interpret: bool) -> Cut:
+def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, interpret: bool, intervals: bool) -> Cut:
     """Adjusts a configuration to a shape: blocks no larger than the shape, at most `thread` values a thread of a tile.
 
-    segment becomes a multiple of both chunk and `options.save_every`.
+    With `intervals` a segment holds whole intervals between saved states, and an interval whole chunks.
     """
     batch, seq, dim, state = ops.sizes
     counts = [x.shape[2] for x in (ops.B, ops.C) if x.ndim == 4]
     groups = int(np.lcm.reduce(counts)) if counts else 1
     save_every = options.save_every
-    chunk = min(config.chunk, save_every)
-    while save_every % chunk:
+    chunk = min(config.chunk, _power_of_two(seq))
+    while intervals and save_every % chunk:
         chunk //= 2
     state_block = _power_of_two(state)
     dim_block = min(config.dim_block, _power_of_two(dim // groups))
@@ -102,7 +102,8 @@ def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, i
     num_warps = config.num_warps
     while num_warps > 1 and dim_block * state_block < 32 * num_warps:
         num_warps //= 2
-    segment = min(-(-config.segment // save_every), -(-seq // save_every)) * save_every
+    unit = save_every if intervals else chunk
+    segment = min(-(-config.segment // unit), -(-seq // unit)) * unit
     return Cut(
         batch=batch,
         seq=seq,
@@ -127,6 +128,15 @@ def exp2(x: Array, cut: Cut) -> Array:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     asm = "ex2.approx.ftz.f32 $0, $1;"
     return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape])[0]
+
+
+def as_float32(x: Array, cut: Cut) -> Array:
+    """x in float32. Of bfloat16, pairs at once: two instructions, where the compiler's own conversion takes three."""
+    if x.dtype != jnp.bfloat16 or cut.interpret:
+        return x.astype(jnp.float32)
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    asm = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,=f,r", pack=2, result_shape_dtypes=[shape])[0]
 
 
 def sigmoid(x: Array) -> Array:
@@ -312,12 +322,12 @@ class Program:
         return self.tile(name, self.row(name)) if len(self.refs[name].shape) == 3 else None
 
 
-def as_tile(row: Array | None, fixed: Array | None) -> Array:
+def as_tile(row: Array | None, fixed: Array | None, cut: Cut) -> Array:
     """B or C so that it multiplies a tile: one step's row, or the tile where it does not vary."""
     if fixed is not None:
         return fixed
     assert row is not None
-    return row.astype(jnp.float32)[:, None]
+    return as_float32(row, cut)[:, None]
 
 
 def carried(x: Array, keep: Array | None) -> Array:

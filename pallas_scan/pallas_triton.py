@@ -27,7 +27,7 @@ def forward(
     if ops.sizes.state > pallas_tile.MAX_STATE:
         return _forward_by_state(ops, options, save=save, interpret=interpret)
     config = _configuration(ops, options).fwd
-    cut = pallas_tile.fit(config, ops, options, thread=pallas_forward.THREAD, interpret=interpret)
+    cut = pallas_tile.fit(config, ops, options, thread=pallas_forward.THREAD, interpret=interpret, intervals=False)
     out, final, saved = pallas_forward.scan(ops, cut, save=save)
     if saved is not None:
         saved = saved.reshape(*saved.shape[:2], -1)
@@ -44,7 +44,7 @@ def backward(
     if state > pallas_tile.MAX_STATE:
         return _backward_by_state(ops, options, saved, dout, dfinal, interpret=interpret)
     config = _configuration(ops, options).bwd
-    cut = pallas_tile.fit(config, ops, options, thread=pallas_backward.THREAD, interpret=interpret)
+    cut = pallas_tile.fit(config, ops, options, thread=pallas_backward.THREAD, interpret=interpret, intervals=True)
     return pallas_backward.gradients(ops, cut, saved.reshape(batch, -1, state, dim), dout, dfinal)
 
 

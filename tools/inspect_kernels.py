@@ -171,8 +171,8 @@ def kernels(shape: inputs.Shape, dtype: str, device: str) -> Iterator[tuple[Lowe
     ops = jax.eval_shape(lambda: inputs.operands(shape, dtype))
     chosen = tuning.choose(ops.sizes, dtype, device, DEVICES[device])
     options = Options(save_every=config.save_every(dtype))
-    forward = pallas_tile.fit(chosen.fwd, ops, options, thread=pallas_forward.THREAD, interpret=False)
-    backward = pallas_tile.fit(chosen.bwd, ops, options, thread=pallas_backward.THREAD, interpret=False)
+    forward = pallas_tile.fit(chosen.fwd, ops, options, thread=pallas_forward.THREAD, interpret=False, intervals=False)
+    backward = pallas_tile.fit(chosen.bwd, ops, options, thread=pallas_backward.THREAD, interpret=False, intervals=True)
     saved = array(batch, -(-seq // options.save_every), state, dim)
 
     def elements(cut: pallas_tile.Cut) -> int:

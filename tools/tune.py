@@ -111,7 +111,7 @@ def candidates(
     thread = pallas_forward.THREAD if part == "fwd" else pallas_backward.THREAD
 
     def fitted(config: KernelConfig) -> pallas_tile.Cut:
-        return pallas_tile.fit(config, ops, options, thread=thread, interpret=False)
+        return pallas_tile.fit(config, ops, options, thread=thread, interpret=False, intervals=part == "bwd")
 
     found = {fitted(in_use): in_use}
     for chunk, dim_block, num_warps, segment in itertools.product(
