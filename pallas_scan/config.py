@@ -80,38 +80,41 @@ UNIT = 16  # a segment's steps are a multiple
 
 def _forward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
     resident = RESIDENT * multiprocessors
-    # One pass, half the exps of two, where narrow tiles of 8 or 4 values a thread come to that many programs alone.
-    for values in (256, 128):
-        dim_block = max(1, values // (1 << (sizes.state - 1).bit_length()))
-        if 16 * sizes.batch * -(-sizes.dim // dim_block) >= 15 * resident:
-            return KernelConfig(chunk=8, dim_block=dim_block, num_warps=1, segment=-(-sizes.seq // 8) * 8)
+    # One pass, half the exps of two, where narrow tiles of 8 values a thread come to that many programs alone.
+    dim_block = max(1, 256 // (1 << (sizes.state - 1).bit_length()))
+    if 16 * _programs(dim_block, sizes, sizes.seq) >= 15 * resident:
+        return KernelConfig(chunk=8, dim_block=dim_block, num_warps=1, segment=-(-sizes.seq // 8) * 8)
     # Wide tiles have the fewest instructions, where segments of 32 steps leave half the programs or more.
     if 2 * _programs(128, sizes, 32) >= resident:
-        return _segmented(128, sizes, resident=resident, shortest=32)
-    return _segmented(32, sizes, resident=2 * resident, shortest=32)
+        return _segmented(128, sizes, resident=resident, shortest=32, idle=0.0)
+    return _segmented(32, sizes, resident=2 * resident, shortest=16, idle=0.0)
 
 
 def _backward(sizes: Sizes, multiprocessors: int) -> KernelConfig:
     resident = RESIDENT * multiprocessors
     dim_block = 32 if 2 * _programs(32, sizes, 32) >= resident else 16
-    return _segmented(dim_block, sizes, resident=resident, shortest=32)
+    return _segmented(dim_block, sizes, resident=resident, shortest=32, idle=0.12)
 
 
 def _programs(dim_block: int, sizes: Sizes, segment: int) -> int:
     return sizes.batch * -(-sizes.dim // dim_block) * -(-sizes.seq // segment)
 
 
-def _segmented(dim_block: int, sizes: Sizes, *, resident: int, shortest: int) -> KernelConfig:
+def _segmented(dim_block: int, sizes: Sizes, *, resident: int, shortest: int, idle: float) -> KernelConfig:
     """Segments, none shorter than `shortest` steps, whose programs fill whole waves of `resident`: a wave's last
-    programs take as long as its first, however few they are."""
+    programs take as long as its first, however few they are.
+
+    Args:
+      idle: the part of a wave that is lost at the end, when programs of unlike length finish one by one.
+    """
     rows = _programs(dim_block, sizes, sizes.seq) / resident
     best: tuple[float, int] | None = None
     for count in range(1, max(1, sizes.seq // shortest) + 1):
         segment = -(-sizes.seq // (count * UNIT)) * UNIT
         waves = -(-_programs(dim_block, sizes, segment) // resident)
         # In steps of a full wave: a program's own and its start, masks where the last segment ends early, and the
-        # summaries, combined one after another. A single wave leaves multiprocessors idle that finish first.
-        steps = (waves + 0.12) * (segment * (1.1 if sizes.seq % segment else 1.0) + 4.0)
+        # summaries, combined one after another.
+        steps = (waves + idle) * (segment * (1.1 if sizes.seq % segment else 1.0) + 4.0)
         cost = steps + count * (0.4 + 2.5 * rows)
         if best is None or cost < best[0]:
             best = cost, segment

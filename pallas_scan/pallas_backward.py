@@ -25,6 +25,7 @@ from pallas_scan.pallas_tile import (
     Cut,
     Program,
     Step,
+    as_float32,
     as_tile,
     call,
     carried,
@@ -113,11 +114,11 @@ def _summaries(cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
     return call(_summary_kernel, "selective_scan_bwd_summaries", cut, read, summary_shapes(cut))
 
 
-def _cotangent_of_y(step: Step) -> Array:
+def _cotangent_of_y(step: Step, cut: Cut) -> Array:
     assert step.dout is not None
-    dy = step.dout.astype(jnp.float32)
+    dy = as_float32(step.dout, cut)
     if step.z is not None:
-        z = step.z.astype(jnp.float32)
+        z = as_float32(step.z, cut)
         dy = dy * z * sigmoid(z)
     return dy
 
@@ -126,7 +127,7 @@ def _summary_kernel(program: Program) -> None:
     cut = program.cut
     A, C = program.decay_rates(), program.fixed_matrix("C")
     bias = program.parameter_vector("delta_bias")
-    chunks = cut.segment // cut.chunk
+    chunks = program.chunks
 
     def body(i, carry):
         g, total, steps = carry
@@ -135,7 +136,7 @@ def _summary_kernel(program: Program) -> None:
         following = program.ahead(chunk - 1, z=True, dout=True, C=True)
         for step, position in reversed(steps):
             delta, _ = program.step_size(step.delta, bias, position)
-            g = g + as_tile(step.C, C, cut) * _cotangent_of_y(step)[None, :]
+            g = g + as_tile(step.C, C, cut) * _cotangent_of_y(step, cut)[None, :]
             g = carried(exp2(delta[None, :] * A, cut) * g, step.keep)
             total = total + delta
         return g, total, following
@@ -171,7 +172,7 @@ def _gradient_kernel(program: Program) -> None:
     def advance(h, step, position):
         delta, _ = program.step_size(step.delta, bias, position)
         decay = exp2(delta[None, :] * A, cut)
-        drive = delta * step.u.astype(jnp.float32)
+        drive = delta * as_float32(step.u, cut)
         return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B, cut), decay
 
     def chunk_body(chunk, h, g, sums):
@@ -188,16 +189,16 @@ def _gradient_kernel(program: Program) -> None:
         for k, (step, position) in reversed(list(enumerate(steps))):
             before, after = states[k : k + 2]
             inside, time = program.inside(position), program.time(position)
-            u = step.u.astype(jnp.float32)
+            u = as_float32(step.u, cut)
             delta, raw_delta = program.step_size(step.delta, bias, position)
             drive = delta * u
-            dy = _cotangent_of_y(step)
+            dy = _cotangent_of_y(step, cut)
             B_t, C_t = as_tile(step.B, B, cut), as_tile(step.C, C, cut)
 
             if step.z is not None:
                 y = jnp.sum(after * C_t, axis=0)
                 y = y if skip is None else y + skip * u
-                z, dout = step.z.astype(jnp.float32), step.dout.astype(jnp.float32)
+                z, dout = as_float32(step.z, cut), as_float32(step.dout, cut)
                 s = sigmoid(z)
                 dz = dout * y * s * (1.0 + z * (1.0 - s))
                 program.store_vector("dz", dz, program.batch, time, inside=inside)
@@ -241,21 +242,19 @@ def _gradient_kernel(program: Program) -> None:
                 h, _ = advance(h, step, position)
             return h, [jnp.where(k == i, h, kept) for i, kept in enumerate(later)]
 
-        _, later = lax.fori_loop(0, per_interval - 1, find, (first_state(), [zero] * (per_interval - 1)))
+        chunks = program.chunks_from(start, per_interval)
+        _, later = lax.fori_loop(0, chunks - 1, find, (first_state(), [zero] * (per_interval - 1)))
 
         def back(j, carry):
-            k = per_interval - 1 - j
+            k = chunks - 1 - j
             h = first_state()
             for i, kept in enumerate(later):
                 h = jnp.where(k == i + 1, kept, h)
             return chunk_body(first_chunk + k, h, *carry)
 
-        return lax.fori_loop(0, per_interval, back, carry)
+        return lax.fori_loop(0, chunks, back, carry)
 
-    intervals: Array | int = cut.segment // cut.save_every
-    if program.ragged:  # the last segment may end early
-        left = (cut.seq - program.segment * cut.segment + cut.save_every - 1) // cut.save_every
-        intervals = jnp.minimum(intervals, left)
+    intervals = (program.chunks + per_interval - 1) // per_interval
     g, sums = lax.fori_loop(0, intervals, lambda i, carry: interval_body(intervals - 1 - i, carry), (g, sums))
 
     for name, value in sums.items():

@@ -27,6 +27,7 @@ from pallas_scan.pallas_tile import (
     Cut,
     Program,
     Step,
+    as_float32,
     as_tile,
     call,
     carried,
@@ -120,7 +121,7 @@ def _combine_kernel(program: Program, *, segments: int, backwards: bool) -> None
 
 def _advance(program: Program, h: Array, A: Array, B: Array | None, step: Step, delta: Array) -> Array:
     cut = program.cut
-    drive = delta * step.u.astype(jnp.float32)
+    drive = delta * as_float32(step.u, cut)
     decayed = carried(exp2(delta[None, :] * A, cut) * h, step.keep)
     return decayed + drive[None, :] * as_tile(step.B, B, cut)
 
@@ -142,7 +143,7 @@ def _summary_kernel(program: Program) -> None:
 
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), program.ahead(0, B=True))
-    h, total, _ = lax.fori_loop(0, cut.segment // cut.chunk, body, carry)
+    h, total, _ = lax.fori_loop(0, program.chunks, body, carry)
     program.store_tile("ends", h, program.batch, program.segment)
     program.store_vector("totals", total, program.batch, program.segment)
 
@@ -173,9 +174,9 @@ def _scan_kernel(program: Program) -> None:
             h = _advance(program, h, A, B, step, delta)
             y = jnp.sum(h * as_tile(step.C, C, cut), axis=0)
             if skip is not None:
-                y = y + skip * step.u.astype(jnp.float32)
+                y = y + skip * as_float32(step.u, cut)
             if step.z is not None:
-                z = step.z.astype(jnp.float32)
+                z = as_float32(step.z, cut)
                 y = y * z * sigmoid(z)
             outs.append(y)
         for y, (_, position) in zip(outs, steps, strict=True):
@@ -183,7 +184,7 @@ def _scan_kernel(program: Program) -> None:
         return h, following
 
     carry = (h, program.ahead(0, z=True, B=True, C=True))
-    h, _ = lax.fori_loop(0, cut.segment // cut.chunk, body, carry)
+    h, _ = lax.fori_loop(0, program.chunks, body, carry)
 
     @pl.when(program.segment == cut.segments - 1)
     def _store_final() -> None:

@@ -176,13 +176,25 @@ class Program:
         self.states = lax.iota(jnp.int32, cut.state_block)  # [state]
         self.channel_mask = None if cut.width % cut.dim_block == 0 else inside < cut.width
         self.state_mask = None if cut.state == cut.state_block else self.states < cut.state
-        self.ragged = cut.seq % cut.segment != 0
+        self.ragged = cut.seq % cut.chunk != 0  # elsewhere the last segment has fewer chunks, and no masks
 
     # --- positions ---
 
     def position(self, local: Array | int) -> Array:
         """Position in scan order of the segment's `local` step."""
         return self.segment * self.cut.segment + local
+
+    @property
+    def chunks(self) -> Array | int:
+        """How many chunks the segment has."""
+        return self.chunks_from(0, self.cut.segment // self.cut.chunk)
+
+    def chunks_from(self, local: Array | int, most: int) -> Array | int:
+        """How many, at most `most`, from the segment's `local` step on, before the sequence ends."""
+        if self.cut.seq % (most * self.cut.chunk) == 0:
+            return most
+        left = self.cut.seq - self.position(local)
+        return jnp.minimum(most, (left + self.cut.chunk - 1) // self.cut.chunk)
 
     def time(self, position: Array) -> Array:
         return self.cut.seq - 1 - position if self.cut.reverse else position
@@ -288,7 +300,7 @@ class Program:
     def ahead(self, chunk: Array | int, **which: bool) -> list[Step]:
         """What the loop carries of its next chunk: activations, and in a narrow tile, whose programs are too few to
         hide a load behind each other, B and C too. Of the nearest chunk where there is none."""
-        chunk = jnp.clip(chunk, 0, self.cut.segment // self.cut.chunk - 1)
+        chunk = jnp.clip(chunk, 0, self.chunks - 1)
         z, dout, B, C = (which.get(name, False) for name in ("z", "dout", "B", "C"))
         positions = self.positions(chunk)
         steps = [self.activations(p, z=z, dout=dout) for p in positions]
@@ -306,7 +318,7 @@ class Program:
 
     def step_size(self, delta: Array, bias: Array | None, position: Array) -> tuple[Array, Array]:
         """δ, and delta with its bias, in float32. Steps that do not exist have δ = 0: they leave the state as it is."""
-        raw = delta.astype(jnp.float32)
+        raw = as_float32(delta, self.cut)
         raw = raw if bias is None else raw + bias
         size = softplus(raw) if self.cut.delta_softplus else raw
         inside = self.inside(position)

@@ -27,6 +27,7 @@ CONFIG_KEYS = ["batch", "state", "dtype", "gpu_scan_config", "note", "note_runs"
 ROW_KEYS = [
     "impl",
     "mode",
+    "dtype",
     "shape",
     "xla_temp_mb",
     "xla_arg_mb",
@@ -104,3 +105,37 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         recording.write_json(out, {"a": 1})
     assert out.read_text() == "old" and os.listdir(tmp_path) == ["b.json"]
+
+
+def test_a_gpu_s_rows_have_kernel_times_and_their_ratio_to_the_floor(monkeypatch):
+    """With the GPU's clocks made up: a kernel time of 2 ms where the floor is 1."""
+    from tools import benchmark as tool
+    from tools import roofline
+    from tools.kernel_time import KernelTime
+
+    shape = (1, 16, 8, 4)
+    bytes_a_second = 1e3 * roofline.bytes_moved(shape, "fwd", "float32")
+    monkeypatch.setattr(tool._compat, "gpu_backend", lambda: True)
+    monkeypatch.setattr(roofline, "ceilings", lambda: roofline.Ceilings(1e12, bytes_a_second))
+    monkeypatch.setattr(tool, "copies", lambda x: [x])
+    times = [KernelTime(2.0, 1.5, 2.5, {"a kernel": 2.0})]
+    monkeypatch.setattr(tool, "kernel_times", lambda programs, rotation: times * len(programs))
+    (cell,) = [tool.Cell(shape, "float32", "fwd", ("scan", "pallas"))]
+    ((_, programs),) = tool.compiled([cell], threads=3)
+    scan, pallas = tool.measure_cell(cell, programs, samples=1, seconds=1.0, seed=0)
+    assert "kernel_ms" not in scan and scan["floor_ms"] == pytest.approx(1.0)
+    assert pallas["kernel_ms"] == 2.0 and pallas["x_floor"] == pytest.approx(2.0)
+    assert pallas["kernels"] == {"a kernel": 2.0} and pallas["rel_err_vs_scan"] < 1e-5
+    assert pallas["peak_mb"] == pytest.approx(sum(pallas[f"xla_{k}_mb"] for k in ("temp", "arg", "out")), abs=0.01)
+    assert tool.table([scan, pallas]).row_count == 2
+
+
+@pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
+def test_the_floor_counts_every_array_once(dtype, width):
+    from tools import roofline
+
+    batch, seq, dim, state = shape = (2, 32, 8, 4)
+    u, B = batch * seq * dim * width, batch * seq * state * width
+    assert roofline.bytes_moved(shape, "fwd", dtype) == 3 * u + 2 * B  # u, delta, out; B, C
+    assert roofline.bytes_moved(shape, "fwd_bwd", dtype) == 8 * u + 6 * B
+    assert roofline.exps(shape, "fwd_bwd") == 2 * batch * seq * dim * state

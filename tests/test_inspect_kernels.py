@@ -25,7 +25,10 @@ def test_the_recorded_card_has_no_spill_and_the_table_is_written(tmp_path):
         assert row["spills"] == 0
         assert 0 < row["registers"] <= 255
         if row["kernel"] != "selective_scan_combine":
-            assert row["exps_per_element"] == (2.0 if row["kernel"] == "selective_scan_bwd" else 1.0)
+            exps = 2 if row["kernel"] == "selective_scan_bwd" else 1  # ptxas computes some twice to free a register
+            assert exps <= row["exps_per_element"] <= 1.06 * exps
+        if row["kernel"] == "selective_scan_fwd" and row["dtype"] == "float32":
+            assert row["instructions_per_element"] <= 6.5
 
 
 @pytest.mark.parametrize("flag", ["--architectures=sm_86", "--devices=Voodoo", "--shape=1x2", "--dtypes=float64"])

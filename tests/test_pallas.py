@@ -20,12 +20,15 @@ _CONFIGS = [
     KernelConfig(8, 128, 1, 8),
     KernelConfig(16, 16, 2, 4096),
     KernelConfig(64, 1024, 1, 64),
+    KernelConfig(4, 8, 1, 16),
 ]
 _EVERYTHING = {"z": True, "bias": True, "softplus": True, "initial": True, "segments": True}
 _SHAPES = [
     Case("tiny", batch=1, seq=1, dim=1, state=1, **_EVERYTHING),
     Case("primes", batch=2, seq=37, dim=7, state=5, **_EVERYTHING),
     Case("groups_of_three", batch=1, seq=33, dim=9, state=2, B=3, C="fixed", reverse=True, **_EVERYTHING),
+    Case("ends_early", batch=1, seq=44, dim=9, state=4, **_EVERYTHING),  # in whole chunks of 4
+    Case("ends_early_half", batch=1, seq=44, dim=9, state=4, dtype="bfloat16", reverse=True, **_EVERYTHING),
     Case("half", batch=1, seq=70, dim=5, state=3, dtype="bfloat16", **_EVERYTHING),
 ]
 
