@@ -26,6 +26,7 @@ from pallas_scan.config import KernelConfig
 from pallas_scan.problem import Operands, Options
 
 LOG2_E = float(np.log2(np.e))
+MAX_CHUNK = 16  # steps unrolled in a loop body; the compiler's time grows faster than their number
 MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
 
 
@@ -92,7 +93,7 @@ def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, i
     counts = [x.shape[2] for x in (ops.B, ops.C) if x.ndim == 4]
     groups = int(np.lcm.reduce(counts)) if counts else 1
     save_every = options.save_every
-    chunk = min(config.chunk, _power_of_two(seq))
+    chunk = min(config.chunk, MAX_CHUNK, _power_of_two(seq))
     while intervals and save_every % chunk:
         chunk //= 2
     state_block = _power_of_two(state)
@@ -131,8 +132,9 @@ def exp2(x: Array, cut: Cut) -> Array:
 
 
 def as_float32(x: Array, cut: Cut) -> Array:
-    """x in float32. Of bfloat16, pairs at once: two instructions, where the compiler's own conversion takes three."""
-    if x.dtype != jnp.bfloat16 or cut.interpret:
+    """x in float32. Of bfloat16, pairs at once: two instructions, where the compiler's own conversion takes three.
+    On several warps, where a thread may hold one value of a vector, the compiler's own."""
+    if x.dtype != jnp.bfloat16 or cut.interpret or cut.num_warps > 1:
         return x.astype(jnp.float32)
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     asm = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"

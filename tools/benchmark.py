@@ -59,7 +59,7 @@ _PRESETS = {
 # The longest seq of an implementation in a preset: associative_scan keeps gigabytes and needs seconds a call beyond,
 # and a plain lax.scan launches kernels for every step.
 _LIMITS = {"seed": {"assoc": 2048}, "gpu": {"assoc": 2048, "scan": 8192}}
-REFERENCE_LIMIT = 2**16  # seq beyond which scan, when it was not asked for, is too slow to compare with
+REFERENCE_LIMIT = 8192  # seq beyond which scan, when it was not asked for, is too slow to compare with
 # Those whose kernels are profiled: the others launch too many.
 _PROFILED = ("assoc", "pallas")
 
