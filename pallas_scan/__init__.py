@@ -2,6 +2,7 @@
 
 from pallas_scan.api import scan
 from pallas_scan.config import KernelConfig, ScanConfig
+from pallas_scan.decoding import step
 
 __version__ = "0.1.0"
-__all__ = ["KernelConfig", "ScanConfig", "scan"]
+__all__ = ["KernelConfig", "ScanConfig", "scan", "step"]

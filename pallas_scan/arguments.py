@@ -85,6 +85,65 @@ def bind(
     )
 
 
+def bind_step(state, u, delta, A, B, C, D, *, z, delta_bias, delta_softplus: bool, state_indices: Any) -> Operands:
+    """Checks every argument of `pallas_scan.step` and returns the operands of a scan with seq = 1; `initial_state` is
+    the state as given, which with `state_indices` is a cache.
+
+    Raises:
+      TypeError: an argument is not an array, or has a dtype that is not allowed.
+      ValueError: an argument has a shape that does not fit the others.
+    """
+    if not isinstance(delta_softplus, bool):
+        raise TypeError(
+            f"delta_softplus: got {delta_softplus!r} of type {type(delta_softplus).__name__}, expected a bool"
+        )
+    check_array("u", u, ACTIVATIONS)
+    if len(u.shape) != 2 or u.shape[1] < 1:
+        raise ValueError(f"u: got shape {tuple(u.shape)}, expected (batch, dim) with dim at least 1")
+    batch, dim = u.shape
+    check_array("A", A, ("float32",))
+    if len(A.shape) != 2 or A.shape[0] != dim or A.shape[1] < 1:
+        raise ValueError(f"A: got shape {tuple(A.shape)}, expected (dim, state) = ({dim}, at least 1)")
+    size = A.shape[1]
+    check_array("state", state, ("float32",))
+    if state_indices is None:
+        check_shape("state", state, "(batch, dim, state)", (batch, dim, size))
+    else:
+        _check("state_indices", state_indices, ("int32",), "(batch,)", (batch,))
+        if len(state.shape) != 3 or tuple(state.shape[1:]) != (dim, size):
+            raise ValueError(
+                f"state: got shape {tuple(state.shape)}, expected (slots, dim, state) = (any number, {dim}, {size})"
+            )
+    _check("delta", delta, ACTIVATIONS, "(batch, dim)", (batch, dim))
+    if z is not None:
+        _check("z", z, ACTIVATIONS, "(batch, dim)", (batch, dim))
+
+    def matrix(name: str, x: Any):
+        check_array(name, x, tuple(dict.fromkeys((u.dtype.name, "float32"))))
+        shape = tuple(x.shape)
+        x = jnp.asarray(x)
+        if shape == (batch, size):
+            return x[:, None, None]
+        if len(shape) == 3 and (shape[0], shape[2]) == (batch, size) and shape[1] >= 1 and dim % shape[1] == 0:
+            return x[:, None]
+        raise ValueError(
+            f"{name}: got shape {shape}, expected (batch, state) = {(batch, size)} or (batch, groups, state) = "
+            f"({batch}, a divisor of {dim}, {size})"
+        )
+
+    return Operands(
+        u=jnp.asarray(u)[:, None],
+        delta=jnp.asarray(delta)[:, None],
+        A=jnp.asarray(A)[None],
+        B=matrix("B", B),
+        C=matrix("C", C),
+        D=vector("D", D, dim),
+        z=None if z is None else jnp.asarray(z)[:, None],
+        delta_bias=vector("delta_bias", delta_bias, dim),
+        initial_state=jnp.asarray(state),
+    )
+
+
 def check_array(name: str, x: Any, dtypes: tuple[str, ...] | None) -> None:
     """TypeError unless x is an array of one of the dtypes (None: any real number)."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
