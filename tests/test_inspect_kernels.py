@@ -10,23 +10,24 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_the_recorded_card_has_no_spill_and_the_table_is_written(tmp_path):
+@pytest.mark.parametrize("device, architecture", [("NVIDIA GeForce RTX 3090", 86), ("NVIDIA H200", 90)])
+def test_a_card_s_kernels_spill_nothing_and_the_table_is_written(tmp_path, device, architecture):
     out = tmp_path / "kernels.json"
-    command = [sys.executable, "-m", "tools.inspect_kernels", "--devices=NVIDIA GeForce RTX 3090", "--fail_on_spill"]
-    command += ["--architectures=86,90", f"--out={out}"]
+    command = [sys.executable, "-m", "tools.inspect_kernels", f"--devices={device}", "--fail_on_spill"]
+    command += [f"--architectures={architecture}", f"--out={out}"]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["kernels"]
     kernels = ("fwd", "fwd_summaries", "bwd", "bwd_summaries", "combine")
     assert {r["kernel"] for r in rows} == {f"selective_scan_{k}" for k in kernels}
-    assert {r["architecture"] for r in rows} == {86, 90}
+    assert {r["architecture"] for r in rows} == {architecture}
     for row in rows:
         assert row["spills"] == 0
         assert 0 < row["registers"] <= 255
         if row["kernel"] != "selective_scan_combine":
-            exps = 2 if row["kernel"] == "selective_scan_bwd" else 1  # ptxas computes some twice to free a register
-            assert exps <= row["exps_per_element"] <= 1.06 * exps
+            exps = 2 if row["kernel"] == "selective_scan_bwd" else 1  # ptxas computes a few twice to free a register
+            assert exps <= row["exps_per_element"] < 1.25 * exps
         if row["kernel"] == "selective_scan_fwd" and row["dtype"] == "float32":
             assert row["instructions_per_element"] <= 6.5
 
