@@ -162,7 +162,7 @@ def test_a_candidate_that_fails_or_disagrees_is_left_out(tune, monkeypatch):
         if outcome.config.chunk == 2:
             assert "KeyError" in outcome.failure and outcome.ms is None
         elif outcome.config.dim_block == 4:
-            assert outcome.failure == "out is off by nan, final is off by nan" and outcome.ms is None
+            assert outcome.failure == "final is off by nan, out is off by nan" and outcome.ms is None
         else:
             assert outcome.failure is None and outcome.ms is not None
 
