@@ -45,8 +45,7 @@ def bind(
         ("return_final_state", return_final_state),
         ("reverse", reverse),
     ):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a bool")
+        _check_flag(name, value)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: got {implementation!r}, expected None or one of {IMPLEMENTATIONS}")
     if config is not None and not isinstance(config, ScanConfig):
@@ -59,10 +58,7 @@ def bind(
     for size, axis in ((seq, "seq"), (dim, "dim")):
         if size < 1:
             raise ValueError(f"u: got shape {tuple(u.shape)}, expected (batch, seq, dim) with {axis} at least 1")
-    check_array("A", A, ("float32",))
-    if len(A.shape) != 2 or A.shape[0] != dim or A.shape[1] < 1:
-        raise ValueError(f"A: got shape {tuple(A.shape)}, expected (dim, state) = ({dim}, at least 1)")
-    state = A.shape[1]
+    state = _states_of(A, dim)
 
     _check("delta", delta, ACTIVATIONS, "(batch, seq, dim)", (batch, seq, dim))
     if z is not None:
@@ -93,18 +89,12 @@ def bind_step(state, u, delta, A, B, C, D, *, z, delta_bias, delta_softplus: boo
       TypeError: an argument is not an array, or has a dtype that is not allowed.
       ValueError: an argument has a shape that does not fit the others.
     """
-    if not isinstance(delta_softplus, bool):
-        raise TypeError(
-            f"delta_softplus: got {delta_softplus!r} of type {type(delta_softplus).__name__}, expected a bool"
-        )
+    _check_flag("delta_softplus", delta_softplus)
     check_array("u", u, ACTIVATIONS)
     if len(u.shape) != 2 or u.shape[1] < 1:
         raise ValueError(f"u: got shape {tuple(u.shape)}, expected (batch, dim) with dim at least 1")
     batch, dim = u.shape
-    check_array("A", A, ("float32",))
-    if len(A.shape) != 2 or A.shape[0] != dim or A.shape[1] < 1:
-        raise ValueError(f"A: got shape {tuple(A.shape)}, expected (dim, state) = ({dim}, at least 1)")
-    size = A.shape[1]
+    size = _states_of(A, dim)
     check_array("state", state, ("float32",))
     if state_indices is None:
         check_shape("state", state, "(batch, dim, state)", (batch, dim, size))
@@ -142,6 +132,19 @@ def bind_step(state, u, delta, A, B, C, D, *, z, delta_bias, delta_softplus: boo
         delta_bias=vector("delta_bias", delta_bias, dim),
         initial_state=jnp.asarray(state),
     )
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a bool")
+
+
+def _states_of(A: Any, dim: int) -> int:
+    """Checks A and returns its number of states."""
+    check_array("A", A, ("float32",))
+    if len(A.shape) != 2 or A.shape[0] != dim or A.shape[1] < 1:
+        raise ValueError(f"A: got shape {tuple(A.shape)}, expected (dim, state) = ({dim}, at least 1)")
+    return A.shape[1]
 
 
 def check_array(name: str, x: Any, dtypes: tuple[str, ...] | None) -> None:
