@@ -4,9 +4,12 @@ With `--record=FILE` a run leaves its counts, versions and the worst relative er
 """
 
 import collections
+import importlib
+import sys
 
 import jax
 import pytest
+from absl import flags
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -14,6 +17,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     parser.addoption("--record", default=None, help="write counts, versions and worst errors to this JSON file")
+
+
+@pytest.fixture
+def import_tool():
+    """Imports a program of tools/ anew, its flags in place of those of another that the process has imported."""
+
+    def load(name):
+        for flag in [f.name for m, fs in flags.FLAGS.flags_by_module_dict().items() if "tools" in m for f in fs]:
+            delattr(flags.FLAGS, flag)
+        sys.modules.pop(f"tools.{name}", None)
+        return importlib.import_module(f"tools.{name}")
+
+    return load
 
 
 @pytest.fixture

@@ -107,12 +107,12 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     assert out.read_text() == "old" and os.listdir(tmp_path) == ["b.json"]
 
 
-def test_a_gpu_s_rows_have_kernel_times_and_their_ratio_to_the_floor(monkeypatch):
+def test_a_gpu_s_rows_have_kernel_times_and_their_ratio_to_the_floor(monkeypatch, import_tool):
     """With the GPU's clocks made up: a kernel time of 2 ms where the floor is 1."""
-    from tools import benchmark as tool
     from tools import roofline
     from tools.kernel_time import KernelTime
 
+    tool = import_tool("benchmark")
     shape = (1, 16, 8, 4)
     bytes_a_second = 1e3 * roofline.bytes_moved(shape, "fwd", "float32")
     monkeypatch.setattr(tool._compat, "gpu_backend", lambda: True)

@@ -8,7 +8,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from absl import flags
 
 import pallas_scan
 from pallas_scan import KernelConfig, ScanConfig, _compat, tuning
@@ -111,13 +110,11 @@ def test_the_rules_leave_no_wave_of_the_backward_half_empty(multiprocessors, seq
 
 
 @pytest.fixture
-def tune(monkeypatch):
+def tune(monkeypatch, import_tool):
     """The tool on a card of one multiprocessor, with times that are made up: the later, the faster."""
-    from tools import tune
     from tools.kernel_time import KernelTime
 
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["tune"])
+    tune = import_tool("tune")
     monkeypatch.setattr(_compat, "gpu", lambda: ("none", 1))
 
     def times(programs, rotation, *, calls):

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from rich.console import Console
@@ -37,6 +36,7 @@ from rich.table import Table
 import pallas_scan
 from pallas_scan import _compat
 from tools import inputs, recording, roofline
+from tools.errors import relative_errors
 from tools.kernel_time import copies, kernel_times
 
 IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas")
@@ -177,16 +177,6 @@ def compiled(cells: list[Cell], threads: int) -> Iterator[tuple[Cell, list[Candi
                 yield cell, [future.result() for future in futures]
 
 
-def relative_error(got: Any, want: Any) -> float:
-    """max |got - want| / max |want|, the largest over the leaves."""
-
-    def one(a, b):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)
-
-    return float(max(jax.tree.leaves(jax.tree.map(one, got, want))))
-
-
 def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds: float, seed: int) -> list[dict]:
     """One row an implementation."""
     arguments = inputs.mamba_inputs(cell.shape, cell.dtype, seed)
@@ -198,7 +188,7 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
         if candidate.name == "scan":
             want = result
         elif want is not None:
-            errors[candidate.name] = relative_error(result, want)
+            errors[candidate.name] = float(np.max(jax.tree.leaves(relative_errors(result, want))))  # NaN stays
         del result
         if candidate.name in cell.implementations:
             candidate.warm_up()

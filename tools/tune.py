@@ -34,6 +34,7 @@ from pallas_scan import _compat, chunked, pallas_backward, pallas_forward, palla
 from pallas_scan.config import KernelConfig, ScanConfig, Sizes, save_every
 from pallas_scan.problem import Operands, Options
 from tools import inputs, recording
+from tools.errors import relative_errors
 from tools.kernel_time import copies, kernel_times
 
 PARTS = ("fwd", "bwd")
@@ -180,18 +181,9 @@ def _named(gradients: Operands) -> dict[str, Any]:
     return {f"d{name}": x for name, x in gradients._asdict().items() if x is not None}
 
 
-@jax.jit
-def _errors(got: Any, want: Any) -> Any:
-    def one(a, b):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)
-
-    return jax.tree.map(one, got, want)
-
-
 def disagreement(got: Any, want: Any, tolerance: float) -> str | None:
     """Which tensors differ by more than the tolerance; NaN never agrees."""
-    errors = {name: float(e) for name, e in _errors(got, want).items()}
+    errors = {name: float(e) for name, e in relative_errors(got, want).items()}
     wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
     return ", ".join(wrong) or None
 
