@@ -39,7 +39,7 @@ from pallas_scan.pallas_tile import (
 from pallas_scan.problem import Operands
 
 THREAD = 64  # values of a tile that a thread holds: the state and A take twice as many registers
-COMBINED_AT_ONCE = 16  # segments whose summaries are loaded together: one waits as long as sixteen
+COMBINED = 32  # values of summaries that a thread loads together: one waits as long as all of them
 
 
 def scan(ops: Operands, cut: Cut, *, save: bool) -> tuple[Array, Array, Array | None]:
@@ -80,8 +80,11 @@ def combine(ops: Operands, cut: Cut, summaries: dict[str, Array], initial: Array
     Args:
       initial: what the first segment starts from (backwards: the last), (batch, state, dim); zero if None.
     """
-    # One program walks over all segments of its channels: narrow tiles, so that there are many.
-    whole = dataclasses.replace(cut, segment=cut.seq, dim_block=min(cut.dim_block, 8), num_warps=1)
+    # One program walks over all segments of its channels: narrow tiles, so that there are many, and few values a
+    # thread, so that it takes many segments at once. 8 channels are the 32 bytes that memory hands over together.
+    dim_block = min(cut.dim_block, 8)
+    num_warps = max(1, min(4, cut.state_block * dim_block // 32))
+    whole = dataclasses.replace(cut, segment=cut.seq, dim_block=dim_block, num_warps=num_warps)
     inputs = {"A": kernel_inputs(ops, whole)["A"]} | summaries
     if initial is not None:
         inputs["initial_state"] = initial
@@ -114,9 +117,10 @@ def _combine_kernel(program: Program, *, segments: int, backwards: bool) -> None
             program.store_tile("starts", start, batch, i)
         return h
 
-    rounds, rest = divmod(segments, COMBINED_AT_ONCE)
-    h = lax.fori_loop(0, rounds, lambda r, h: pass_over(r * COMBINED_AT_ONCE, COMBINED_AT_ONCE, h), h)
-    pass_over(rounds * COMBINED_AT_ONCE, rest, h)
+    together = max(1, COMBINED // max(1, cut.values_a_thread))
+    rounds, rest = divmod(segments, together)
+    h = lax.fori_loop(0, rounds, lambda r, h: pass_over(r * together, together, h), h)
+    pass_over(rounds * together, rest, h)
 
 
 def _advance(program: Program, h: Array, A: Array, B: Array | None, step: Step, delta: Array) -> Array:

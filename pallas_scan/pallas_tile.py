@@ -133,8 +133,8 @@ def exp2(x: Array, cut: Cut) -> Array:
 
 def as_float32(x: Array, cut: Cut) -> Array:
     """x in float32. Of bfloat16, pairs at once: two instructions, where the compiler's own conversion takes three.
-    On several warps, where a thread may hold one value of a vector, the compiler's own."""
-    if x.dtype != jnp.bfloat16 or cut.interpret or cut.num_warps > 1:
+    Where a thread may hold one value (a vector on several warps, or of one channel), the compiler's own."""
+    if x.dtype != jnp.bfloat16 or cut.interpret or cut.num_warps > 1 or x.size == 1:
         return x.astype(jnp.float32)
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     asm = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"

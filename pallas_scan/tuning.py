@@ -29,7 +29,9 @@ from pallas_scan.config import KernelConfig, ScanConfig, Sizes, rules
 
 VARIABLE = "PALLAS_SCAN_TUNED"
 PACKAGED = pathlib.Path(__file__).parent / "tuned"
-NEAR = 1.0  # how far from its own shape an entry serves, in octaves of rows of channels and of steps together
+NEAR = 1.0  # how far from its own shape an entry serves, in octaves of steps
+# Rows of channels (batch x dim) count for as much more: with them changes how many waves the programs are.
+ROWS = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +86,10 @@ def nearest(sizes: Sizes, dtype: Any, device_kind: str, part: str) -> KernelConf
 
 
 def _distance(a: Sizes, b: Sizes) -> float:
-    """Octaves between two shapes; the state must fill the same tile."""
+    """Between two shapes; the state must fill the same tile."""
     if (a.state - 1).bit_length() != (b.state - 1).bit_length() or min(b) < 1:
         return math.inf
-    return abs(math.log2(a.batch * a.dim / (b.batch * b.dim))) + abs(math.log2(a.seq / b.seq))
+    return ROWS * abs(math.log2(a.batch * a.dim / (b.batch * b.dim))) + abs(math.log2(a.seq / b.seq))
 
 
 def read(path: pathlib.Path) -> tuple[Entry, ...]:

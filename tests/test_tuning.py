@@ -47,23 +47,24 @@ def test_a_measured_configuration_is_used_and_the_other_part_comes_from_the_rule
     [
         ((4, 2048, 1024, 9), True),  # the same tile
         ((4, 2048, 1024, 17), False),
-        ((8, 2048, 1024, 16), True),
-        ((8, 2048, 2048, 16), False),
-        ((4, 1500, 1500, 16), True),
+        ((4, 4096, 1024, 16), True),
         ((4, 512, 1024, 16), False),
+        ((8, 2048, 512, 16), True),  # as many rows of channels
+        ((4, 2048, 1200, 16), True),
+        ((8, 2048, 1024, 16), False),
         ((0, 2048, 1024, 16), False),
     ],
 )
-def test_an_entry_serves_shapes_within_an_octave(folder, sizes, near):
+def test_an_entry_serves_an_octave_of_steps_and_a_quarter_of_rows(folder, sizes, near):
     write(folder, Entry(SHAPE, "float32", FWD, BWD))
     assert (tuning.nearest(Sizes(*sizes), "float32", CARD, "bwd") == BWD) == near
 
 
 def test_the_nearest_entry_wins_and_one_segment_stays_one(folder):
     whole = KernelConfig(8, 8, 1, 2048)
-    write(folder, Entry(SHAPE, "float32", whole), Entry(SHAPE._replace(batch=8), "float32", FWD))
+    write(folder, Entry(SHAPE, "float32", whole), Entry(SHAPE._replace(batch=5), "float32", FWD))
     assert tuning.nearest(SHAPE._replace(seq=3001), "float32", CARD, "fwd") == KernelConfig(8, 8, 1, 3008)
-    assert tuning.nearest(SHAPE._replace(batch=7), "float32", CARD, "fwd") == FWD
+    assert tuning.nearest(SHAPE._replace(batch=5, dim=1100), "float32", CARD, "fwd") == FWD
 
 
 def test_a_new_measurement_replaces_its_own_part_only():
