@@ -1,15 +1,21 @@
 """Strict promotion everywhere: a silent cast or a broadcast by rank in the library is an error in every test.
 
+Without a GPU triton_ref runs in Triton's interpreter.
+
 With `--record=FILE` a run leaves its counts, versions and the worst relative error of each tensor in FILE.
 """
 
 import collections
 import importlib
+import os
 import sys
 
 import jax
 import pytest
 from absl import flags
+
+if jax.default_backend() != "gpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,59 @@
+"""tests/cases.py's cases for triton_ref: its errors against the float64 loop, on the GPU if there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import triton_ref
+from tests import float64
+from tests.cases import Case, cotangents, draw
+from tests.test_agreement import dtype_of, tolerance
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def as_torch(x) -> torch.Tensor:
+    x = np.asarray(x)
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.astype(np.float32)).to(DEVICE, torch.bfloat16)
+    return torch.from_numpy(x.copy()).to(DEVICE)
+
+
+def as_numpy(x: torch.Tensor) -> np.ndarray:
+    return x.detach().cpu().double().numpy()
+
+
+def tensors(case: Case) -> dict[str, torch.Tensor]:
+    """A case's arguments, those with gradients as leaves."""
+    return {k: t.requires_grad_(t.is_floating_point()) for k, t in ((k, as_torch(v)) for k, v in draw(case).items())}
+
+
+def errors(case: Case, arguments: dict[str, torch.Tensor] | None = None) -> dict[str, float]:
+    """The relative error of out, the final state and each gradient.
+
+    Args:
+      arguments: the case's own as other tensors, views perhaps, that lead back to leaves with gradients.
+    """
+    leaves = tensors(case)
+    given = arguments or leaves
+    dout, dfinal = cotangents(case)
+    out, final = triton_ref.selective_scan(**given, **case.options, return_final_state=True)
+    names = [k for k, v in given.items() if v.is_floating_point()]
+    grads = torch.autograd.grad([out, final], [given[k] for k in names], [as_torch(dout), as_torch(dfinal)])
+    want_out, want_final, want = float64.scan(draw(case), dout=dout, dfinal=dfinal, **case.options)
+    assert out.dtype == given["u"].dtype and final.dtype == torch.float32
+    pairs = {"out": (out, want_out), "final_state": (final, want_final)}
+    for name, grad in zip(names, grads, strict=True):
+        assert grad.dtype == given[name].dtype and grad.shape == given[name].shape
+        pairs[f"d{name}"] = grad, want[name]
+    return {k: float64.relative_error(as_numpy(got), wanted) for k, (got, wanted) in pairs.items()}
+
+
+def check(case: Case, arguments: dict[str, torch.Tensor] | None = None) -> dict[str, float]:
+    """Asserts every tolerance; returns the errors by "tensor dtype", the dtype being the result's."""
+    found = errors(case, arguments)
+    for tensor, error in found.items():
+        limit = tolerance(case, tensor)
+        assert error <= limit, f"{case}: {tensor} of triton_ref is off by {error:.2e}, at most {limit:.2e}"
+    return {f"{tensor} {dtype_of(case, tensor)} triton_ref": error for tensor, error in found.items()}
