@@ -65,6 +65,20 @@ def test_writes_the_recorded_schema_and_a_table(tmp_path):
     assert again.returncode == 0 and "other's" in again.stdout, again.stderr
 
 
+def test_torch_s_implementation_is_measured_beside_the_others(tmp_path):
+    pytest.importorskip("torch")
+    out = tmp_path / "b.json"
+    done = benchmark(
+        "--shapes=1x8x4x2", "--implementations=scan,triton_ref", "--samples=1", "--seconds=0", f"--out={out}"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {(r["impl"], r["mode"]): r for r in json.loads(out.read_text())["results"]}
+    assert len(rows) == 4
+    for mode in ("fwd", "fwd_bwd"):
+        assert rows["triton_ref", mode]["rel_err_vs_scan"] < 1e-5 and rows["triton_ref", mode]["median_ms"] > 0
+        assert rows["triton_ref", mode]["xla_out_mb"] == rows["scan", mode]["xla_out_mb"]
+
+
 @pytest.mark.parametrize(
     "flag, message",
     [

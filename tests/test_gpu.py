@@ -57,6 +57,68 @@ def test_gradients_are_the_same_bits_on_ten_runs(dtype):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, run(arrays))
 
 
+@pytest.mark.parametrize("case", CASES + _LARGER, ids=str)
+def test_triton_ref_agrees_with_float64(case, record_errors):
+    from tests import torch_cases
+
+    record_errors(torch_cases.check(case))
+
+
+@pytest.mark.parametrize("cut", [(4, 2, 1, 16), (1, 1, 1, 1), (8, 128, 1, 8), (4, 8, 2, 16)], ids=str)
+@pytest.mark.parametrize("case", _SHAPES, ids=str)
+def test_any_cut_of_triton_ref_agrees_with_float64(monkeypatch, case, cut, record_errors):
+    from tests import torch_cases
+    from triton_ref import launch
+
+    chunk, channels, warps, segment = cut
+    backward = launch.Cut(chunk, min(channels, 32), warps, -(-segment // launch.SAVE) * launch.SAVE)
+    monkeypatch.setattr(launch, "forward_cut", lambda scan: launch.Cut(*cut))
+    monkeypatch.setattr(launch, "backward_cut", lambda scan: backward)
+    record_errors(torch_cases.check(case))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_triton_ref_s_gradients_are_the_same_bits_on_ten_runs(dtype):
+    import torch
+
+    import triton_ref
+    from tests import torch_cases
+
+    case = Case("bits", batch=4, seq=1024, dim=512, state=16, z=True, bias=True, softplus=True, dtype=dtype)
+    arguments = torch_cases.tensors(case)
+
+    def run():
+        out = triton_ref.selective_scan(**arguments, **case.options)
+        return out, *torch.autograd.grad(out, list(arguments.values()), out.detach().cos())
+
+    first = run()
+    assert all(x.isfinite().all() for x in first)
+    for _ in range(9):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_triton_ref_is_right_beyond_two_to_the_31_elements():
+    import torch
+
+    import triton_ref
+
+    batch, seq, dim = 1, 2**21 + 8, 1024 + 8  # every batch row is larger
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+    u, delta = normal(batch, seq, dim, dtype=torch.bfloat16), 2.0 + normal(batch, seq, dim, dtype=torch.bfloat16).abs()
+    A, B, C = -1.0 - normal(dim, 1).abs(), normal(batch, seq, 1), normal(batch, seq, 1)
+    out = triton_ref.selective_scan(u, delta, A, B, C)
+    for start in (0, seq // 2, seq - 64):  # what is 64 steps behind has decayed to less than exp(-128)
+        window = slice(max(0, start - 64), start + 64)
+        want = triton_ref.selective_scan(
+            *(x[:, window].contiguous() for x in (u, delta)), A, B[:, window], C[:, window]
+        )
+        torch.testing.assert_close(out[:, start : start + 64], want[:, -64:], rtol=2**-7, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_the_compiled_program(dtype):
     batch, seq, dim = shape = 4, 2048, 1024

@@ -16,7 +16,17 @@ from tests.cases import CASES, TOLERANCE, Case, draw  # noqa: E402
 from tests.torch_cases import DEVICE, as_numpy, as_torch, check, tensors  # noqa: E402
 from triton_ref import launch, ops  # noqa: E402
 
-_EVERYTHING = Case("everything_small", seq=11, dim=4, state=3, z=True, bias=True, softplus=True, initial=True, segments=True)  # fmt: skip
+_EVERYTHING = Case(
+    "everything_small",
+    seq=11,
+    dim=4,
+    state=3,
+    z=True,
+    bias=True,
+    softplus=True,
+    initial=True,
+    segments=True,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -102,9 +112,7 @@ def test_the_operators_pass_opcheck(case):
     state, token = torch.randn(2, 4, 1, 3, device=DEVICE), torch.randn(2, 4, 1, device=DEVICE)
     row = torch.randn(2, 1, 3, device=DEVICE)
     A = -torch.rand(4, 1, 3, device=DEVICE)
-    torch.library.opcheck(
-        ops.selective_state_update, (state, token, token, A, row, row, None, None, None, True, None)
-    )
+    torch.library.opcheck(ops.selective_state_update, (state, token, token, A, row, row, None, None, None, True, None))
 
 
 def test_torch_compile_needs_no_graph_break():
@@ -236,7 +244,11 @@ _F = {"device": DEVICE}
         ({"delta": torch.zeros(2, 19, 5, **_F)}, ValueError, r"delta: got shape \(2, 19, 5\), expected \(batch, seq,"),
         ({"A": torch.zeros(6, 4, dtype=torch.complex64, **_F)}, TypeError, "A: got dtype complex64, expected float32"),
         ({"A": torch.zeros(5, 4, **_F)}, ValueError, r"A: got shape \(5, 4\), expected \(dim, state\)"),
-        ({"B": torch.zeros(2, 19, 4, dtype=torch.bfloat16, **_F)}, TypeError, "B: got dtype bfloat16, expected float32"),
+        (
+            {"B": torch.zeros(2, 19, 4, dtype=torch.bfloat16, **_F)},
+            TypeError,
+            "B: got dtype bfloat16, expected float32",
+        ),
         ({"B": torch.zeros(2, 19, 4, 4, **_F)}, ValueError, "B: got 4 groups"),
         ({"C": torch.zeros(2, 18, 4, **_F)}, ValueError, r"C: got shape \(2, 18, 4\)"),
         ({"D": torch.zeros(5, **_F)}, ValueError, r"D: got shape \(5,\), expected \(dim,\) = \(6,\)"),

@@ -23,7 +23,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +35,12 @@ from rich.table import Table
 
 import pallas_scan
 from pallas_scan import _compat
-from tools import inputs, recording, roofline
+from tools import inputs, recording, roofline, torch_program
 from tools.errors import relative_errors
 from tools.kernel_time import copies, kernel_times
+from tools.torch_program import TorchProgram
 
-IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas")
+IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas", *torch_program.NAMES)
 MODES = ("fwd", "fwd_bwd")
 DTYPES = ("float32", "bfloat16", "float16")
 MEBIBYTE = 2**20
@@ -61,12 +62,15 @@ _PRESETS = {
 _LIMITS = {"seed": {"assoc": 2048}, "gpu": {"assoc": 2048, "scan": 8192}}
 REFERENCE_LIMIT = 8192  # seq beyond which scan, when it was not asked for, is too slow to compare with
 # Those whose kernels are profiled: the others launch too many.
-_PROFILED = ("assoc", "pallas")
+_PROFILED = ("assoc", "pallas", *torch_program.NAMES)
 
 _PRESET = flags.DEFINE_enum("preset", "default", sorted(_PRESETS), "Which shapes to run, unless --shapes is given.")
 _SHAPES = flags.DEFINE_list("shapes", None, "Shapes, batch x seq x dim x state: 4x512x256x16,4x2048x256x16.")
 _IMPLEMENTATIONS = flags.DEFINE_list(
-    "implementations", None, f"Any of {', '.join(IMPLEMENTATIONS)}; without pallas on a CPU and chunked on a GPU."
+    "implementations",
+    None,
+    f"Any of {', '.join(IMPLEMENTATIONS)}; by default scan, assoc and, on a CPU, chunked, on a GPU pallas and those of "
+    f"{', '.join(torch_program.NAMES)} that can be imported.",
 )
 _MODES = flags.DEFINE_list("modes", list(MODES), f"Any of {', '.join(MODES)}.")
 _DTYPES = flags.DEFINE_list("dtypes", ["float32"], f"dtypes of u, delta, B and C: any of {', '.join(DTYPES)}.")
@@ -128,16 +132,27 @@ class Candidate:
         return self.program(self.arguments)
 
     def sample(self) -> None:
+        torch = isinstance(self.program, TorchProgram)
         start = time.perf_counter()
         for _ in range(self.inner):
-            result = self.call()
-        jax.block_until_ready(result)
+            result = self.program.launch(self.arguments) if torch else self.call()
+        if torch:
+            self.program.synchronize()
+        else:
+            jax.block_until_ready(result)
         self.seconds.append((time.perf_counter() - start) / self.inner)
 
     def warm_up(self) -> None:
         """Sets `inner` so that a sample takes about 20 ms."""
         self.sample()
         self.inner = max(1, int(0.02 / self.seconds.pop()))
+
+    def bytes_used(self) -> tuple[int, int, int]:
+        """Of temporaries, arguments and results."""
+        if isinstance(self.program, TorchProgram):
+            return self.program.bytes_used(self.arguments)
+        memory = self.program.memory_analysis()
+        return memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
 
 
 def function(implementation: str, mode: str) -> Callable[[dict[str, jax.Array]], Any]:
@@ -165,8 +180,13 @@ def compiled(cells: list[Cell], threads: int) -> Iterator[tuple[Cell, list[Candi
 
         def submit(cell: Cell) -> None:
             arguments = jax.eval_shape(functools.partial(inputs.mamba_inputs, cell.shape, cell.dtype))
-            lowered = [(name, jax.jit(function(name, cell.mode)).lower(arguments)) for name in cell.programs]
-            waiting.append((cell, [pool.submit(_compile, *pair) for pair in lowered]))
+            jobs: list[concurrent.futures.Future[Candidate]] = []
+            for name in cell.programs:
+                if name in torch_program.NAMES:  # compiled at their first call
+                    jobs.append(pool.submit(Candidate, name, TorchProgram(name, cell.mode), 0.0))
+                else:
+                    jobs.append(pool.submit(_compile, name, jax.jit(function(name, cell.mode)).lower(arguments)))
+            waiting.append((cell, jobs))
 
         ahead = threads if threads > 1 else 0
         for i in range(len(cells) + ahead):
@@ -184,7 +204,10 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
     want = None
     for candidate in programs:
         candidate.arguments = arguments
+        start = time.perf_counter()
         result = jax.block_until_ready(candidate.call())
+        if isinstance(candidate.program, TorchProgram):
+            candidate.compile_s = time.perf_counter() - start
         if candidate.name == "scan":
             want = result
         elif want is not None:
@@ -203,15 +226,15 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
     rows = []
     for candidate in candidates:
         q1, median, q3 = np.quantile(np.array(candidate.seconds) * 1e3, (0.25, 0.5, 0.75))
-        memory = candidate.program.memory_analysis()
+        temporary, given, returned = candidate.bytes_used()
         row: dict[str, Any] = {
             "impl": candidate.name,
             "mode": cell.mode,
             "dtype": cell.dtype,
             "shape": dict(zip(("batch", "seq", "dim", "state"), cell.shape, strict=True)),
-            "xla_temp_mb": round(memory.temp_size_in_bytes / MEBIBYTE, 2),
-            "xla_arg_mb": round(memory.argument_size_in_bytes / MEBIBYTE, 2),
-            "xla_out_mb": round(memory.output_size_in_bytes / MEBIBYTE, 2),
+            "xla_temp_mb": round(temporary / MEBIBYTE, 2),
+            "xla_arg_mb": round(given / MEBIBYTE, 2),
+            "xla_out_mb": round(returned / MEBIBYTE, 2),
             "compile_s": candidate.compile_s,
             "inner": candidate.inner,
             "median_ms": float(median),
@@ -236,11 +259,14 @@ def _add_kernel_times(cell: Cell, candidates: list[Candidate], rows: list[dict[s
     if not profiled:
         return
     rotation = copies(candidates[0].arguments)
-    times = kernel_times([c.program for c, _ in profiled], rotation)
-    for (_, row), measured in zip(profiled, times, strict=True):
+    by_jax = [c.program for c, _ in profiled if not isinstance(c.program, TorchProgram)]
+    times = iter(kernel_times(by_jax, rotation) if by_jax else ())
+    for candidate, row in profiled:
+        by_torch = isinstance(candidate.program, TorchProgram)
+        measured = candidate.program.kernel_time(rotation) if by_torch else next(times)
         row["kernel_ms"], row["kernel_q1_ms"], row["kernel_q3_ms"] = dataclasses.astuple(measured)[:3]
         row["x_floor"] = measured.median_ms / floor
-        row["kernels"] = measured.by_kernel
+        row["kernels"] = {name: ms for name, ms in measured.by_kernel.items() if ms > 0}
 
 
 def table(results: list[dict[str, Any]], other: list[dict[str, Any]] | None = None) -> Table:
@@ -302,7 +328,9 @@ def _ratio(base: dict[str, Any] | None, row: dict[str, Any] | None, key: str) ->
 def plan(shapes: list[inputs.Shape]) -> list[Cell]:
     names = _IMPLEMENTATIONS.value
     if names is None:
-        names = [n for n in IMPLEMENTATIONS if n != ("chunked" if _compat.gpu_backend() else "pallas")]
+        names = ["scan", "assoc", "chunked"]
+        if _compat.gpu_backend():
+            names = ["scan", "assoc", "pallas", *filter(torch_program.importable, torch_program.NAMES)]
     limits = _LIMITS.get(_PRESET.value, {}) if _SHAPES.value is None else {}
     cells = []
     for shape, dtype, mode in itertools.product(shapes, _DTYPES.value, MODES):
@@ -312,13 +340,23 @@ def plan(shapes: list[inputs.Shape]) -> list[Cell]:
     return cells
 
 
+def _emptied(cells: collections.deque) -> Iterator[Any]:
+    """A cell is let go before the next, with its arrays."""
+    while cells:
+        yield cells.popleft()
+
+
 def run(cells: list[Cell], console: Console) -> list[dict[str, Any]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[dict[str, Any]] = []
-    threads = max(1, (os.cpu_count() or 1) - 1) if _compat.gpu_backend() else 1
+    on_gpu = _compat.gpu_backend()
+    threads = max(1, (os.cpu_count() or 1) - 1) if on_gpu else 1
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("compiling", total=len(cells))
-        for cell, programs in compiled(cells, threads):
+        work: Iterable[tuple[Cell, list[Candidate]]] = compiled(cells, threads)
+        if on_gpu:  # all before the first is measured: XLA tries variants on the GPU as it compiles
+            work = _emptied(collections.deque(progress.track(work, total=len(cells), description="compiling")))
+        for cell, programs in work:
             progress.update(task, description=str(cell))
             results += measure_cell(cell, programs, samples=_SAMPLES.value, seconds=_SECONDS.value, seed=_SEED.value)
             progress.advance(task)

@@ -1,4 +1,4 @@
-"""Argument checks of `selective_scan`: a TypeError for a dtype, a ValueError for a shape or a value, naming the argument.
+"""Argument checks of `selective_scan`: a TypeError for a dtype, a ValueError for a shape or a value.
 
 Nothing is broadcast or cast, save D and delta_bias, which become float32.
 """
@@ -18,7 +18,8 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_tensor(name: str, x: Any, like: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] | None) -> None:
-    """TypeError unless x is a tensor of one of the dtypes (None: any real number); ValueError unless on like's device."""
+    """TypeError unless x is a tensor of one of the dtypes (None: any real number), ValueError unless it is where like
+    is."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
     if dtypes is None:
@@ -36,7 +37,9 @@ def check(name: str, x: Any, like: torch.Tensor, dtypes, axes: str, shape: tuple
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {axes} = {shape}")
 
 
-def bind(u, delta, A, B, C, D, *, z, delta_bias, delta_softplus, initial_state, return_final_state, segment_ids, reverse):
+def bind(
+    u, delta, A, B, C, D, *, z, delta_bias, delta_softplus, initial_state, return_final_state, segment_ids, reverse
+):
     """The arguments of the operator in ops.py, up to `save`.
 
     Raises:

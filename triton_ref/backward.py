@@ -15,13 +15,13 @@ import triton.language as tl
 from triton_ref.tile import (
     LOG2_E,
     channel_block,
+    coordinates,
     exp2,
     float32,
     gated,
     load,
     matrix_at,
     narrowed,
-    coordinates,
     sigmoid,
     state_passes,
     step_size,
@@ -38,7 +38,8 @@ def backward_summaries(
     seq, dim: tl.constexpr, width, blocks, segments, segment_steps, C_share,
     N: tl.constexpr, S: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_IDS: tl.constexpr,
-    C_FIXED: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, PAIRS: tl.constexpr,
+    C_FIXED: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     block, segment, batch = coordinates(blocks, segments)
     channels, exists, group = channel_block(block, width, CHANNELS, WIDE)
@@ -69,7 +70,7 @@ def backward_summaries(
     ahead = ahead + vectors(dout, dout_t, channels * dout_d, exists, last, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
     if HAS_Z:
         ahead = ahead + vectors(z, z_t, channels * z_d, exists, last, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
-    for back in range(0, chunks):
+    for back in range(chunks):
         chunk = chunks - 1 - back
         first = start + chunk * CHUNK
         now = ahead
@@ -78,12 +79,16 @@ def backward_summaries(
         else:
             rows = vectors(C, C_t, states * C_n, states < N, first, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
         following = start + tl.maximum(chunk - 1, 0) * CHUNK
-        ahead = vectors(delta, delta_t, channels * delta_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
+        ahead = vectors(
+            delta, delta_t, channels * delta_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
+        )
         ahead = ahead + vectors(
             dout, dout_t, channels * dout_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
         )
         if HAS_Z:
-            ahead = ahead + vectors(z, z_t, channels * z_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
+            ahead = ahead + vectors(
+                z, z_t, channels * z_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
+            )
         for k in tl.static_range(CHUNK - 1, -1, -1):
             size, _ = step_size(now[k], offset, first + k, seq, HAS_BIAS, SOFTPLUS, RAGGED, PAIRS)
             dy = gated(now[CHUNK + k], now[2 * CHUNK + k] if HAS_Z else 0.0, HAS_Z, PAIRS)
@@ -161,10 +166,10 @@ def backward_scan(
 
     start = segment * segment_steps
     chunks = (tl.minimum(segment_steps, seq - start) + CHUNK - 1) // CHUNK
-    for back in range(0, chunks):
+    for back in range(chunks):
         first = start + (chunks - 1 - back) * CHUNK
         h = tl.load(saved + (batch * rows_saved + first // SAVE) * N * dim + tile, mask=tile_mask, other=0.0)
-        for step in range(0, first % SAVE):  # from the saved state to the chunk's first step
+        for step in range(first % SAVE):  # from the saved state to the chunk's first step
             position = first // SAVE * SAVE + step
             time = time_at(position, seq, REVERSE, WIDE)
             x = load(u + time * u_t + channels * u_d, exists, MASKED)

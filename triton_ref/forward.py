@@ -13,13 +13,13 @@ import triton.language as tl
 from triton_ref.tile import (
     LOG2_E,
     channel_block,
+    coordinates,
     exp2,
     float32,
     gated,
     load,
     matrix_at,
     narrowed,
-    coordinates,
     state_passes,
     step_size,
     store,
@@ -62,10 +62,12 @@ def forward_summaries(
     total = tl.zeros((CHANNELS,), tl.float32)
     whole = segment >= 0
     ahead = vectors(u, u_t, channels * u_d, exists, start, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
-    ahead = ahead + vectors(delta, delta_t, channels * delta_d, exists, start, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
+    ahead = ahead + vectors(
+        delta, delta_t, channels * delta_d, exists, start, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
+    )
     if ROWS_AHEAD and not B_FIXED:
         ahead = ahead + vectors(B, B_t, states * B_n, states < N, start, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         first = start + chunk * CHUNK
         now = ahead
         if B_FIXED:
@@ -80,7 +82,9 @@ def forward_summaries(
             delta, delta_t, channels * delta_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
         )
         if ROWS_AHEAD and not B_FIXED:
-            ahead = ahead + vectors(B, B_t, states * B_n, states < N, following, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
+            ahead = ahead + vectors(
+                B, B_t, states * B_n, states < N, following, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE
+            )
         for k in tl.static_range(CHUNK):
             size, _ = step_size(now[CHUNK + k], offset, first + k, seq, HAS_BIAS, SOFTPLUS, RAGGED, PAIRS)
             h = exp2(size[None, :] * rates, FAST) * h
@@ -116,7 +120,7 @@ def combine(
         places = boundary + batch * boundary_b + states[:, None] * boundary_n + channels[None, :] * boundary_d
         h = tl.load(places, mask=tile_mask, other=0.0)
     tile = states[:, None] * dim + channels[None, :]
-    for round in range(0, (segments + TOGETHER - 1) // TOGETHER):
+    for round in range((segments + TOGETHER - 1) // TOGETHER):
         loaded = ()
         for i in tl.static_range(TOGETHER):  # one load waits as long as all of them
             place = round * TOGETHER + i
@@ -184,14 +188,16 @@ def forward_scan(
     start = segment * segment_steps
     chunks = (tl.minimum(segment_steps, seq - start) + CHUNK - 1) // CHUNK
     ahead = vectors(u, u_t, channels * u_d, exists, start, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
-    ahead = ahead + vectors(delta, delta_t, channels * delta_d, exists, start, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
+    ahead = ahead + vectors(
+        delta, delta_t, channels * delta_d, exists, start, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
+    )
     if HAS_Z:
         ahead = ahead + vectors(z, z_t, channels * z_d, exists, start, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
     if ROWS_AHEAD and not B_FIXED:
         ahead = ahead + vectors(B, B_t, states * B_n, states < N, start, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
     if ROWS_AHEAD and not C_FIXED:
         ahead = ahead + vectors(C, C_t, states * C_n, states < N, start, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         first = start + chunk * CHUNK
         if SAVE > 0:
             if first % SAVE == 0:  # before the loads: after them it would wait for all of them
@@ -215,11 +221,17 @@ def forward_scan(
             delta, delta_t, channels * delta_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
         )
         if HAS_Z:
-            ahead = ahead + vectors(z, z_t, channels * z_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
+            ahead = ahead + vectors(
+                z, z_t, channels * z_d, exists, following, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE
+            )
         if ROWS_AHEAD and not B_FIXED:
-            ahead = ahead + vectors(B, B_t, states * B_n, states < N, following, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
+            ahead = ahead + vectors(
+                B, B_t, states * B_n, states < N, following, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE
+            )
         if ROWS_AHEAD and not C_FIXED:
-            ahead = ahead + vectors(C, C_t, states * C_n, states < N, following, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
+            ahead = ahead + vectors(
+                C, C_t, states * C_n, states < N, following, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE
+            )
         results = ()
         for k in tl.static_range(CHUNK):
             x = float32(now[k], PAIRS)

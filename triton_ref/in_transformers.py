@@ -57,7 +57,19 @@ def use_in_transformers() -> Callable[[], None]:
     return restore
 
 
-def _scan(hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False, **_):  # fmt: skip
+def _scan(
+    hidden_states,
+    dt,
+    A,
+    B,
+    C,
+    D=None,
+    z=None,
+    delta_bias=None,
+    delta_softplus=False,
+    return_last_state=False,
+    **_,
+):
     """As transformers calls it; what is left over chooses among its own implementations."""
     return selective_scan_fn(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 

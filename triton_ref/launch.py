@@ -77,16 +77,16 @@ def forward_cut(scan: Scan) -> Cut:
     channels = 128 if 2 * batch * (dim // 128) * (seq // 32) >= resident else 32
     if channels == 32:
         resident *= 2
-    return _fitted(4, channels, _segment(scan, channels, resident), state, width, FORWARD_VALUES)
+    # In half precision a chunk of 4 wide rows spills: its conversions are done ahead.
+    chunk = 2 if channels == 128 and scan.u.element_size() == 2 else 4
+    return _fitted(chunk, channels, _segment(scan, channels, resident), state, width, FORWARD_VALUES)
 
 
 def backward_cut(scan: Scan) -> Cut:
     batch, seq, dim, state = scan.sizes
     resident = _resident(scan.u.device)
     channels = 32 if 2 * batch * (dim // 32) * (seq // 32) >= resident else 16
-    cut = _fitted(
-        4, channels, _segment(scan, channels, resident), state, dim // scan.groups, BACKWARD_VALUES
-    )
+    cut = _fitted(4, channels, _segment(scan, channels, resident), state, dim // scan.groups, BACKWARD_VALUES)
     return dataclasses.replace(cut, segment=-(-cut.segment // SAVE) * SAVE)
 
 
@@ -140,7 +140,9 @@ class _Launch:
         self.segments = triton.cdiv(seq, cut.segment)
         self.grid = (self.blocks * self.segments * batch,)
         if self.grid[0] >= 2**31:
-            raise ValueError(f"u: got shape {tuple(scan.u.shape)}, expected fewer than 2**31 programs, not {self.grid[0]}")
+            raise ValueError(
+                f"u: got shape {tuple(scan.u.shape)}, expected fewer than 2**31 programs, not {self.grid[0]}"
+            )
         # Of a wide tile A is read with channels contiguous, so that sums over the state stay in a thread.
         self.A = scan.A if cut.channels <= 16 else scan.A.t().contiguous().t()
         self.rates = (self.A.stride(1), self.A.stride(0))

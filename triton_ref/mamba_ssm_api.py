@@ -51,7 +51,7 @@ def selective_scan_fn(
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, dim, seq)")
     check_tensor("A", A, u, ACTIVATIONS)
     check_flag("return_last_state", return_last_state)
-    return_value = selective_scan(
+    out, last_state = selective_scan(
         u.transpose(1, 2),
         delta.transpose(1, 2),
         A.float(),
@@ -61,12 +61,9 @@ def selective_scan_fn(
         z=None if z is None else z.transpose(1, 2),
         delta_bias=delta_bias,
         delta_softplus=delta_softplus,
-        return_final_state=return_last_state,
+        return_final_state=True,
     )
-    if return_last_state:
-        out, last_state = return_value
-        return out.transpose(1, 2), last_state
-    return return_value.transpose(1, 2)
+    return (out.transpose(1, 2), last_state) if return_last_state else out.transpose(1, 2)
 
 
 def _seq_second(name: str, x: Tensor) -> Tensor:
@@ -169,7 +166,7 @@ def _grouped(name: str, x: Tensor, batch: int, size: int, divided: int) -> Tenso
     x = x.unsqueeze(1) if x.dim() == 2 else x
     if x.dim() != 3 or (x.shape[0], x.shape[2]) != (batch, size) or x.shape[1] < 1 or divided % x.shape[1]:
         raise ValueError(
-            f"{name}: got shape {tuple(x.shape)}, expected (batch, state) = {(batch, size)} or (batch, groups, state) = "
-            f"({batch}, a divisor of {divided}, {size})"
+            f"{name}: got shape {tuple(x.shape)}, expected (batch, state) = {(batch, size)} or (batch, groups, state) "
+            f"= ({batch}, a divisor of {divided}, {size})"
         )
     return x

@@ -68,11 +68,11 @@ def selective_scan_backward(
 
 @selective_scan_backward.register_fake
 def _(u, delta, A, B, C, D, z, bias, initial, ids, softplus, reverse, saved, dout, dfinal):
-    contiguous = {"memory_format": torch.contiguous_format}
-    like = [torch.empty_like(u), torch.empty_like(delta), *(torch.empty_like(x, **contiguous) for x in (A, B, C))]
-    like += [] if D is None else [torch.empty_like(D, **contiguous)]
-    like += [] if z is None else [torch.empty_like(z)]
-    return like + [torch.empty_like(x, **contiguous) for x in (bias, initial) if x is not None]
+    def dense(*given: Tensor | None) -> list[Tensor]:
+        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
+
+    gate = [] if z is None else [torch.empty_like(z)]
+    return [torch.empty_like(u), torch.empty_like(delta), *dense(A, B, C, D), *gate, *dense(bias, initial)]
 
 
 def _setup_context(ctx, inputs, output):
