@@ -14,10 +14,10 @@ IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas")
 SMALL = ScanConfig(fwd=KernelConfig(4, 2, 1, 16), bwd=KernelConfig(2, 4, 1, 16))
 
 
-def errors(case: Case, implementation: str, **options) -> dict[str, float]:
+def errors(case: Case, implementation: str, *, seed: int = 0, **options) -> dict[str, float]:
     """The relative error of out, the final state and each gradient."""
-    arrays = draw(case)
-    dout, dfinal = cotangents(case)
+    arrays = draw(case, seed)
+    dout, dfinal = cotangents(case, seed)
     ids = arrays.get("segment_ids")
     floats = {k: v for k, v in arrays.items() if k != "segment_ids"}
 

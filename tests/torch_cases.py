@@ -24,24 +24,25 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().double().numpy()
 
 
-def tensors(case: Case) -> dict[str, torch.Tensor]:
+def tensors(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
     """A case's arguments, those with gradients as leaves."""
-    return {k: t.requires_grad_(t.is_floating_point()) for k, t in ((k, as_torch(v)) for k, v in draw(case).items())}
+    return {
+        k: t.requires_grad_(t.is_floating_point()) for k, t in ((k, as_torch(v)) for k, v in draw(case, seed).items())
+    }
 
 
-def errors(case: Case, arguments: dict[str, torch.Tensor] | None = None) -> dict[str, float]:
+def errors(case: Case, arguments: dict[str, torch.Tensor] | None = None, *, seed: int = 0) -> dict[str, float]:
     """The relative error of out, the final state and each gradient.
 
     Args:
       arguments: the case's own as other tensors, views perhaps, that lead back to leaves with gradients.
     """
-    leaves = tensors(case)
-    given = arguments or leaves
-    dout, dfinal = cotangents(case)
+    given = arguments or tensors(case, seed)
+    dout, dfinal = cotangents(case, seed)
     out, final = triton_ref.selective_scan(**given, **case.options, return_final_state=True)
     names = [k for k, v in given.items() if v.is_floating_point()]
     grads = torch.autograd.grad([out, final], [given[k] for k in names], [as_torch(dout), as_torch(dfinal)])
-    want_out, want_final, want = float64.scan(draw(case), dout=dout, dfinal=dfinal, **case.options)
+    want_out, want_final, want = float64.scan(draw(case, seed), dout=dout, dfinal=dfinal, **case.options)
     assert out.dtype == given["u"].dtype and final.dtype == torch.float32
     pairs = {"out": (out, want_out), "final_state": (final, want_final)}
     for name, grad in zip(names, grads, strict=True):

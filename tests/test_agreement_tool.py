@@ -1,0 +1,55 @@
+"""`python -m tools.agreement`: a table and JSON when all agree; status 1, the case and a command when one does not."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+
+def agreement(*flags):
+    command = [sys.executable, "-m", "tools.agreement", *flags]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+
+
+def test_all_implementations_agree_and_the_errors_are_written(tmp_path):
+    out = tmp_path / "agreement.json"
+    done = agreement("--cases=one_step,everything,bfloat16", "--seed=1", f"--out={out}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    assert record["disagreements"] == [] and record["seed"] == 1
+    implementations = {"scan", "assoc", "chunked", "pallas", "triton_ref"}
+    assert {one["implementation"] for one in record["worst"]} == implementations
+    tensors = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
+    for name in implementations:
+        assert {one["tensor"] for one in record["worst"] if one["implementation"] == name} == {
+            "out",
+            "final_state",
+            *(f"d{tensor}" for tensor in tensors),
+        }
+    assert all(name in done.stdout for name in implementations)
+
+
+def test_one_that_disagrees_is_named_with_the_command_that_shows_it(tmp_path, monkeypatch, import_tool, capsys):
+    tool = import_tool("agreement")
+    monkeypatch.setattr(tool.test_agreement, "errors", lambda case, name, seed: {"out": 1e-7, "dA": float("nan")})
+    tool.flags.FLAGS(
+        ["agreement", "--cases=plain", "--implementations=scan", "--seed=5", f"--out={tmp_path / 'a.json'}"]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(["agreement"])
+    assert stopped.value.code == 1
+    message = capsys.readouterr().err
+    assert "scan disagrees in case plain: dA (float32)" in message and "out (" not in message
+    assert "python -m tools.agreement --cases=plain --implementations=scan --seed=5" in message
+    assert [one["tensor"] for one in json.loads((tmp_path / "a.json").read_text())["disagreements"]] == ["dA"]
+
+
+def test_an_unknown_case_is_a_usage_error():
+    done = agreement("--cases=nonsense")
+    assert done.returncode == 1 and "expected any of plain" in done.stderr and "Traceback" not in done.stderr
