@@ -51,7 +51,7 @@ def selective_scan_fn(
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, dim, seq)")
     check_tensor("A", A, u, ACTIVATIONS)
     check_flag("return_last_state", return_last_state)
-    out, last_state = selective_scan(
+    result = selective_scan(
         u.transpose(1, 2),
         delta.transpose(1, 2),
         A.float(),
@@ -61,9 +61,12 @@ def selective_scan_fn(
         z=None if z is None else z.transpose(1, 2),
         delta_bias=delta_bias,
         delta_softplus=delta_softplus,
-        return_final_state=True,
+        return_final_state=return_last_state,
     )
-    return (out.transpose(1, 2), last_state) if return_last_state else out.transpose(1, 2)
+    if isinstance(result, tuple):
+        out, last_state = result
+        return out.transpose(1, 2), last_state
+    return result.transpose(1, 2)
 
 
 def _seq_second(name: str, x: Tensor) -> Tensor:
