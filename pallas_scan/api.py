@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int32, Real
 
-from pallas_scan import _compat, arguments, chunked, primitives, reference, sharding
+from pallas_scan import _compat, arguments, chunked, primitives, sequence_sharding
 from pallas_scan.config import ScanConfig, save_every
-from pallas_scan.problem import Options
+from pallas_scan.problem import Operands, Options
 
 
 def scan(
@@ -84,6 +84,7 @@ def scan(
         delta_softplus=delta_softplus,
         return_final_state=return_final_state,
         reverse=reverse,
+        axis_name=axis_name,
         implementation=implementation,
         config=config,
     )
@@ -94,12 +95,19 @@ def scan(
         implementation=implementation or "auto",
         save_every=save_every(ops.u.dtype) if kernels else chunked.BLOCK,
         config=config,
+        axis_name=axis_name,
     )
-    run = {"scan": reference.linear_scan, "assoc": reference.associative_scan}.get(
-        options.implementation, primitives.scan
-    )
-    if axis_name is None:
-        out, final = run(ops, options)
-    else:
-        out, final = sharding.sequence_sharded(run, ops, options, segment_ids, axis_name)
-    return (out, final) if return_final_state else out
+    if ops.keep is not None and segment_ids is not None and axis_name is not None:
+        ops = ops._replace(keep=sequence_sharding.across_border(ops.keep, segment_ids, options))
+    out, final = primitives.scan(_alike(ops, axis_name), options)
+    if not return_final_state:
+        return out
+    return out, final if axis_name is None else sequence_sharding.of_last(final, options)
+
+
+def _alike(ops: Operands, axis_name: str | None) -> Operands:
+    """Inside a `jax.shard_map` that checks varying axes, the operands varying over the same."""
+    axes = frozenset[str]().union(*(_compat.varying_axes(x) for x in ops if x is not None))
+    if axes and axis_name is not None:
+        axes = axes | {axis_name}
+    return Operands(*(None if x is None else _compat.vary(x, axes) for x in ops))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_scan.config import ScanConfig
 from pallas_scan.problem import Operands
@@ -31,6 +32,7 @@ def bind(
     delta_softplus: bool,
     return_final_state: bool,
     reverse: bool,
+    axis_name: str | None,
     implementation: str | None,
     config: ScanConfig | None,
 ) -> Operands:
@@ -50,6 +52,9 @@ def bind(
         raise ValueError(f"implementation: got {implementation!r}, expected None or one of {IMPLEMENTATIONS}")
     if config is not None and not isinstance(config, ScanConfig):
         raise TypeError(f"config: got {config!r} of type {type(config).__name__}, expected a ScanConfig or None")
+
+    if axis_name is not None:
+        _check_axis_name(axis_name)
 
     check_array("u", u, ACTIVATIONS)
     if len(u.shape) != 3:
@@ -137,6 +142,17 @@ def bind_step(state, u, delta, A, B, C, D, *, z, delta_bias, delta_softplus: boo
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a bool")
+
+
+def _check_axis_name(axis_name: Any) -> None:
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name: got {axis_name!r} of type {type(axis_name).__name__}, expected a str or None")
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name: got {axis_name!r}, expected the name of a mesh axis of the jax.shard_map around the call"
+        ) from None
 
 
 def _states_of(A: Any, dim: int) -> int:

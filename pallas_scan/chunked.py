@@ -14,6 +14,7 @@ The forward saves the state before every `options.save_every` steps; the backwar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from pallas_scan import sequence_sharding
 from pallas_scan.problem import Operands, Options
 
 BLOCK = 8  # steps in one loop body; 4 and 16 were slower in the backward and 16 compiles for twice as long
@@ -154,8 +156,10 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
 
     Returns:
       out (batch, seq, dim) in u's dtype, the final state (batch, dim, state) float32 and, with `save`, the state before
-      every `options.save_every` steps in scan order, (batch, ceil(seq / save_every), state * dim) float32.
+      every `options.save_every` steps in scan order, (batch, ceil(seq / save_every), state, dim) float32.
     """
+    if options.axis_name is not None:
+        ops, options = _from_the_devices_before(ops, options)
     layout = _Layout(ops, options)
     batch, seq, dim, state = layout.sizes
     A = _long_axis_last(ops.A)
@@ -187,7 +191,15 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
     saved = jnp.zeros((batch, -(-seq // every), state * dim), jnp.float32) if save else None
     out = jnp.zeros(ops.u.shape, ops.u.dtype)
     h, out, saved = _loop(0, seq, every, interval_body, (layout.initial_state(), out, saved))
-    return out, _long_axis_inside(h), saved
+    return out, _long_axis_inside(h), None if saved is None else saved.reshape(batch, -1, state, dim)
+
+
+def _from_the_devices_before(ops: Operands, options: Options) -> tuple[Operands, Options]:
+    """A device's own scan: its operands with the state that its part starts from."""
+    alone = dataclasses.replace(options, axis_name=None)
+    ops = ops._replace(initial_state=sequence_sharding.of_first(ops.initial_state, options))
+    _, end, _ = forward(ops, alone, save=False)  # of which XLA drops what out alone needs
+    return ops._replace(initial_state=sequence_sharding.start(ops, options, end)), alone
 
 
 def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:
@@ -200,11 +212,14 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
     Returns:
       Gradients; those of parameters are one a batch row, float32, still to be summed where the batch shares them.
     """
+    if options.axis_name is not None:
+        return _backward_of_part(ops, options, saved, dout, dfinal)
     layout = _Layout(ops, options)
     batch, seq, dim, state = layout.sizes
     A = _long_axis_last(ops.A)
     skip = None if ops.D is None else ops.D[:, None]
     full = (batch, state, dim)
+    saved = saved.reshape(batch, -1, state * dim)
 
     def block_body(position, steps, carry, h):
         g, grads = carry
@@ -299,3 +314,30 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
             grads[name] = _long_axis_inside(grads[name])
     dh0 = None if ops.initial_state is None else _long_axis_inside(g)
     return Operands(**grads, initial_state=dh0)
+
+
+def _backward_of_part(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:
+    """`backward` on one of the devices that a sequence is split over."""
+    alone = dataclasses.replace(options, axis_name=None)
+    leaving = _cotangent_of_start(ops, alone, dout, dfinal)
+    dfinal = dfinal + sequence_sharding.incoming(ops, options, leaving, backwards=True)
+    grads = backward(ops, alone, saved, dout, dfinal)
+    return grads._replace(initial_state=sequence_sharding.of_first(grads.initial_state, options))
+
+
+def _cotangent_of_start(ops: Operands, options: Options, dout: Array, dfinal: Array) -> Array:
+    """The cotangent of the state before the first step: g of `backward`, which needs no states."""
+    layout = _Layout(ops, options)
+    A = _long_axis_last(ops.A)
+
+    def body(position, steps, g):
+        block = layout.block(position, steps)
+        dy = layout.slice(dout, position, steps).astype(jnp.float32)
+        if block.z is not None:
+            dy = dy * jax.nn.silu(block.z)
+        for step in reversed(layout.order(steps)):
+            g = g + _at(block.C, step, layout.sizes.dim) * dy[:, step, None]
+            g = _carried(jnp.exp(block.delta[:, step, None] * A) * g, block, step)
+        return g
+
+    return _long_axis_inside(_loop(0, layout.sizes.seq, BLOCK, body, _long_axis_last(dfinal), backwards=True))

@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_scan.pallas_forward import combine, summary_shapes
+from pallas_scan import sequence_sharding
+from pallas_scan.pallas_forward import between_devices, combine, summary_shapes
 from pallas_scan.pallas_tile import (
     LOG2_E,
     Cut,
@@ -33,14 +34,14 @@ from pallas_scan.pallas_tile import (
     kernel_inputs,
     sigmoid,
 )
-from pallas_scan.problem import Operands
+from pallas_scan.problem import Operands, Options
 
 THREAD = 16  # values of a tile that a thread holds: a chunk's states, A, dA and the cotangent are 8 tiles and more
 
 KEPT = 32  # values a thread of a chunk's decays, up to which keeping them does not spill; more are computed twice
 
 
-def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array) -> Operands:
+def gradients(ops: Operands, options: Options, cut: Cut, saved: Array, dout: Array, dfinal: Array) -> Operands:
     """Gradients of a scan, those of parameters one a batch row.
 
     Args:
@@ -50,9 +51,11 @@ def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array)
     """
     inputs = kernel_inputs(ops, cut) | {"dout": dout}
     dfinal = jnp.swapaxes(dfinal, 1, 2)
-    if cut.segments > 1:
-        starts = combine(ops, cut, _summaries(cut, inputs), dfinal, backwards=True)
-        inputs |= {"starts": starts}
+    if cut.segments > 1 or options.axis_name is not None:
+        summaries = _summaries(cut, inputs)
+        if options.axis_name is not None:
+            dfinal = dfinal + between_devices(ops, options, cut, summaries, dfinal, backwards=True)
+        inputs |= {"starts": combine(ops, cut, summaries, dfinal, backwards=True)}
     else:
         inputs |= {"dfinal": dfinal}
     inputs |= {"saved": saved, "one": jnp.ones((1,), jnp.float32)}
@@ -69,6 +72,11 @@ def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array)
         blocks = blocks.reshape(count, cut.dim_blocks // count, *blocks.shape[1:])
         return jnp.moveaxis(jnp.sum(blocks, axis=1), 0, 2).astype(operand.dtype)
 
+    dinitial = None
+    if ops.initial_state is not None:
+        dinitial = jnp.swapaxes(results["dinitial_state"], 1, 2)
+        if options.axis_name is not None:
+            dinitial = sequence_sharding.of_first(dinitial, options)
     return Operands(
         u=results["du"],
         delta=results["ddelta"],
@@ -78,7 +86,7 @@ def gradients(ops: Operands, cut: Cut, saved: Array, dout: Array, dfinal: Array)
         D=None if ops.D is None else over_segments("dD"),
         z=results.get("dz"),
         delta_bias=None if ops.delta_bias is None else over_segments("ddelta_bias"),
-        initial_state=None if ops.initial_state is None else jnp.swapaxes(results["dinitial_state"], 1, 2),
+        initial_state=dinitial,
     )
 
 
@@ -156,7 +164,7 @@ def _gradient_kernel(program: Program) -> None:
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     zero_vector = jnp.zeros((cut.dim_block,), jnp.float32)
 
-    g = program.tile("dfinal", program.batch) if cut.segments == 1 else program.segment_start()
+    g = program.segment_start() if "starts" in refs else program.tile("dfinal", program.batch)
     sums = {"dA": zero}
     sums |= {name: zero for name, fixed in (("dB", B), ("dC", C)) if fixed is not None}
     sums |= {f"d{name}": zero_vector for name in ("D", "delta_bias") if name in refs}

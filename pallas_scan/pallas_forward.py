@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_scan import sequence_sharding
 from pallas_scan.pallas_tile import (
     Cut,
     Program,
@@ -36,19 +37,24 @@ from pallas_scan.pallas_tile import (
     segment_passes,
     sigmoid,
 )
-from pallas_scan.problem import Operands
+from pallas_scan.problem import Operands, Options
 
 THREAD = 64  # values of a tile that a thread holds: the state and A take twice as many registers
 COMBINED = 32  # values of summaries that a thread loads together: one waits as long as all of them
 
 
-def scan(ops: Operands, cut: Cut, *, save: bool) -> tuple[Array, Array, Array | None]:
+def scan(ops: Operands, options: Options, cut: Cut, *, save: bool) -> tuple[Array, Array, Array | None]:
     """Returns out, the final state (batch, state, dim) and, with save, the state before every `cut.save_every` steps,
     (batch, rows, state, dim)."""
     inputs = kernel_inputs(ops, cut)
-    if cut.segments > 1:
+    if cut.segments > 1 or options.axis_name is not None:
         initial = inputs.pop("initial_state", None)
-        inputs["starts"] = combine(ops, cut, _summaries(cut, inputs), initial, backwards=False)
+        summaries = _summaries(cut, inputs)
+        if options.axis_name is not None:
+            initial = sequence_sharding.of_first(initial, options)
+            before = between_devices(ops, options, cut, summaries, initial, backwards=False)
+            initial = before if initial is None else initial + before
+        inputs["starts"] = combine(ops, cut, summaries, initial, backwards=False)
     states = (cut.state, cut.dim)
     outputs = {
         "out": jax.ShapeDtypeStruct(ops.u.shape, ops.u.dtype),
@@ -94,6 +100,25 @@ def combine(ops: Operands, cut: Cut, summaries: dict[str, Array], initial: Array
     outputs = {"starts": summary_shapes(cut)["ends"]}
     kernel = functools.partial(_combine_kernel, segments=cut.segments, backwards=backwards)
     return call(kernel, "selective_scan_combine", whole, inputs, outputs)["starts"]
+
+
+def between_devices(
+    ops: Operands, options: Options, cut: Cut, summaries: dict[str, Array], initial: Array | None, *, backwards: bool
+) -> Array:
+    """What enters the segments of this device from the devices before it (backwards: after it), (batch, state, dim).
+
+    Args:
+      initial: as `combine`'s.
+    """
+    last = 0 if backwards else cut.segments - 1
+    start = combine(ops, cut, summaries, initial, backwards=backwards)[:, last]
+    decay = jnp.exp(summaries["totals"][:, last, None] * jnp.swapaxes(ops.A, 1, 2))
+    passes = segment_passes(ops, cut)
+    passed = carried(decay * start, None if passes is None else passes[:, last, None, None])
+    end = jnp.swapaxes(passed + summaries["ends"][:, last], 1, 2)
+    total = jnp.sum(summaries["totals"], axis=1)
+    entering = sequence_sharding.incoming(ops, options, end, total=total, backwards=backwards)
+    return jnp.swapaxes(entering, 1, 2)
 
 
 def _combine_kernel(program: Program, *, segments: int, backwards: bool) -> None:
@@ -159,7 +184,7 @@ def _scan_kernel(program: Program) -> None:
     h = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     if "initial_state" in refs:
         h = program.tile("initial_state", program.batch)
-    if cut.segments > 1:
+    if "starts" in refs:
         h = program.segment_start()
 
     saving = math.gcd(cut.chunk, cut.save_every) if "saved" in refs else 0  # steps between those that may be due

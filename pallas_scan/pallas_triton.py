@@ -21,16 +21,14 @@ from pallas_scan.problem import Operands, Options
 def forward(
     ops: Operands, options: Options, *, save: bool, interpret: bool = False
 ) -> tuple[Array, Array, Array | None]:
-    """As `chunked.forward`; the saved states are ordered (batch, rows, state, dim)."""
+    """As `chunked.forward`."""
     if ops.sizes.batch == 0:
         return _empty_forward(ops, options, save=save)
     if ops.sizes.state > pallas_tile.MAX_STATE:
         return _forward_by_state(ops, options, save=save, interpret=interpret)
     config = _configuration(ops, options).fwd
     cut = pallas_tile.fit(config, ops, options, thread=pallas_forward.THREAD, interpret=interpret, intervals=False)
-    out, final, saved = pallas_forward.scan(ops, cut, save=save)
-    if saved is not None:
-        saved = saved.reshape(*saved.shape[:2], -1)
+    out, final, saved = pallas_forward.scan(ops, options, cut, save=save)
     return out, jnp.swapaxes(final, 1, 2), saved
 
 
@@ -38,14 +36,14 @@ def backward(
     ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array, *, interpret: bool = False
 ) -> Operands:
     """As `chunked.backward`."""
-    batch, _, dim, state = ops.sizes
+    batch, _, _, state = ops.sizes
     if batch == 0:
         return jax.tree.map(jnp.zeros_like, ops.rows()._replace(keep=None))
     if state > pallas_tile.MAX_STATE:
         return _backward_by_state(ops, options, saved, dout, dfinal, interpret=interpret)
     config = _configuration(ops, options).bwd
     cut = pallas_tile.fit(config, ops, options, thread=pallas_backward.THREAD, interpret=interpret, intervals=True)
-    return pallas_backward.gradients(ops, cut, saved.reshape(batch, -1, state, dim), dout, dfinal)
+    return pallas_backward.gradients(ops, options, cut, saved, dout, dfinal)
 
 
 def _configuration(ops: Operands, options: Options) -> ScanConfig:
@@ -54,7 +52,7 @@ def _configuration(ops: Operands, options: Options) -> ScanConfig:
 
 def _empty_forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Array, Array | None]:
     _, seq, dim, state = ops.sizes
-    saved = jnp.zeros((0, -(-seq // options.save_every), state * dim), jnp.float32) if save else None
+    saved = jnp.zeros((0, -(-seq // options.save_every), state, dim), jnp.float32) if save else None
     return jnp.zeros_like(ops.u), jnp.zeros((0, dim, state), jnp.float32), saved
 
 
@@ -98,19 +96,16 @@ def _forward_by_state(ops: Operands, options: Options, *, save: bool, interpret:
         return y + out, (final, saved)
 
     y, (finals, saveds) = lax.scan(body, jnp.zeros(inner.u.shape, jnp.float32), _blocks(inner))
-    batch, _, dim, state = ops.sizes
-    if save:  # (blocks, batch, rows, block state * dim)
-        rows = saveds.shape[2]
-        saveds = saveds.reshape(-1, batch, rows, pallas_tile.MAX_STATE, dim)
-        saveds = _joined(jnp.swapaxes(saveds, 3, 4), state)  # (batch, rows, dim, state)
-        saveds = jnp.swapaxes(saveds, 2, 3).reshape(batch, rows, state * dim)
+    state = ops.sizes.state
+    if save:  # (blocks, batch, rows, block's states, dim)
+        saveds = jnp.swapaxes(_joined(jnp.swapaxes(saveds, 3, 4), state), 2, 3)
     return reference.gate(y, ops), _joined(finals, state), saveds
 
 
 def _backward_by_state(
     ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array, *, interpret: bool
 ) -> Operands:
-    batch, _, dim, state = ops.sizes
+    state = ops.sizes.state
     inner, inner_options = _bare(ops, options)
     blocks = _blocks(inner)
 
@@ -126,12 +121,12 @@ def _backward_by_state(
     _, pull_gate = jax.vjp(lambda y, x: reference.gate(y, ops._replace(**x)), y, outside)
     dy, through_gate = pull_gate(dout)
 
-    saved = jnp.swapaxes(saved.reshape(batch, -1, state, dim), 2, 3)
+    saved = jnp.swapaxes(saved, 2, 3)
 
     def body(carry, block):
         du, ddelta = carry
         operands, saved, dfinal = block
-        saved = jnp.swapaxes(saved, 2, 3).reshape(*saved.shape[:2], -1)
+        saved = jnp.swapaxes(saved, 2, 3)
         grads = backward(inner._replace(**operands), inner_options, saved, dy, dfinal, interpret=interpret)
         per_block = {name: getattr(grads, name) for name in operands}
         return (du + grads.u, ddelta + grads.delta), per_block

@@ -11,6 +11,10 @@ plain form. A `custom_vjp` would refuse the last two.
 Saved states are a function of the operands that only a faster backward reads: their own tangent is zero by definition,
 as the rules of tangent and backward account for the operands in full.
 
+Lowering forgets the types that JAX keeps of meshes (sharding, varying axes), and partitions what is left over batch and
+dim (partitioning.py). A sequence split over a mesh axis is an option of the forms themselves, whose collectives stand
+between their passes (sequence_sharding.py).
+
 Batching folds the mapped axis into batch. Operands that a batch shares have a leading axis of 1 (problem.py), which
 becomes the batch's where the mapped axis holds them, and backward returns one gradient a batch row for them, so that
 per-example gradients come out of the same fold.
@@ -28,14 +32,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from pallas_scan import chunked, pallas_triton, reference
+from pallas_scan import _compat, chunked, pallas_triton, partitioning, reference, sequence_sharding
 from pallas_scan.problem import Operands, Options
 
 PLAIN_CHUNK = 64  # steps that the plain form recomputes at once when it is differentiated
 
 
+TEXTBOOK = {"scan": reference.linear_scan, "assoc": reference.associative_scan}  # which JAX differentiates itself
+
+
 def scan(ops: Operands, options: Options) -> tuple[Array, Array]:
     """The scan of checked operands, with every derivative. Returns out and the final state."""
+    if options.implementation in TEXTBOOK:
+        local = TEXTBOOK[options.implementation]
+        return local(ops, options) if options.axis_name is None else sequence_sharding.scan(local, ops, options)
     present, arrays = _flatten(ops)
     out, final = scan_p.bind(*arrays, present=present, options=options, save=False)
     return out, final
@@ -95,7 +105,9 @@ def _implementation(options: Options, on_gpu: bool) -> tuple[Callable, Callable]
 
 def _plain(ops: Operands, options: Options) -> tuple[Array, Array]:
     """`reference.linear_scan` in chunks that JAX recomputes, so that differentiating it stores no state a step."""
-    batch, seq, dim, state = ops.sizes
+    if options.axis_name is not None:
+        return sequence_sharding.scan(_plain, ops, options)
+    batch, seq, dim, _ = ops.sizes
     count, rest = divmod(seq, PLAIN_CHUNK)
     timed = {name: x for name, x in ops._asdict().items() if x is not None and _has_seq(ops, name)}
 
@@ -104,7 +116,7 @@ def _plain(ops: Operands, options: Options) -> tuple[Array, Array]:
         out, final = reference.linear_scan(ops._replace(initial_state=h, **part), options)
         return final, out
 
-    h = jnp.zeros((batch, dim, state), jnp.float32) if ops.initial_state is None else ops.initial_state
+    h = reference.initial_state(ops)
     body = slice(rest, None) if options.reverse else slice(None, count * PLAIN_CHUNK)
     tail = slice(None, rest) if options.reverse else slice(count * PLAIN_CHUNK, None)
     outs = []
@@ -147,27 +159,54 @@ def _define(name: str, form: Callable, abstract: Callable, gpu_form: Callable | 
     def compiled(**params):
         return jax.jit(lambda *arrays: primitive.bind(*arrays, **params))
 
+    def lowering(of: Callable) -> Callable:
+        def partitioned(*arrays, **params):
+            names = _names(primitive, **params)
+            results = (
+                params["live"] if primitive is backward_p else ("out", "final", "saved")[: 2 + params.get("save", 0)]
+            )
+            return partitioning.partitioned(functools.partial(of, **params), names, results)(*arrays)
+
+        lower = mlir.lower_fun(partitioned, multiple_results=True)
+
+        def rule(ctx, *arrays, **params):
+            bare = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+            with _compat.untyped():
+                return lower(ctx.replace(avals_in=bare), *arrays, **params)
+
+        return rule
+
+    _compat.knows_devices_when_lowered(primitive)
     primitive.def_impl(lambda *arrays, **params: compiled(**params)(*arrays))
-    mlir.register_lowering(primitive, mlir.lower_fun(form, multiple_results=True))
+    mlir.register_lowering(primitive, lowering(form))
     if gpu_form is not None:
-        mlir.register_lowering(primitive, mlir.lower_fun(gpu_form, multiple_results=True), platform="cuda")
+        mlir.register_lowering(primitive, lowering(gpu_form), platform="cuda")
     return primitive
 
 
-def _like(x) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(x.shape, x.dtype)
+def _names(primitive: Primitive, *, present, **params) -> list[str]:
+    """Of a primitive's arrays: the operands, then saved states and tangents or cotangents."""
+    if primitive is scan_p:
+        return list(present)
+    rest = params["live"] if primitive is tangent_p else ("out", "final")
+    return [*present, "saved", *rest]
+
+
+def _typed(u, letters: str, shape: Sequence[int], dtype) -> jax.core.ShapedArray:
+    """The type of a result: sharded over batch and dim as u is, and varying over the mesh axes that u varies over."""
+    return _compat.typed(u, shape, dtype, [{"b": 0, "d": 2}.get(letter) for letter in letters])
 
 
 def _results(ops: Operands) -> list[jax.core.ShapedArray]:
     batch, _, dim, state = ops.sizes
-    return [_like(ops.u), jax.core.ShapedArray((batch, dim, state), jnp.dtype("float32"))]
+    return [_typed(ops.u, "bsd", ops.u.shape, ops.u.dtype), _typed(ops.u, "bdn", (batch, dim, state), jnp.float32)]
 
 
 def _scan_abstract(*avals, present, options, save):
     ops = _unflatten(present, avals)
     batch, seq, dim, state = ops.sizes
     rows = -(-seq // options.save_every)
-    saved = jax.core.ShapedArray((batch, rows, state * dim), jnp.dtype("float32"))
+    saved = _typed(ops.u, "brnd", (batch, rows, state, dim), jnp.float32)
     return _results(ops) + [saved] * save
 
 
@@ -181,9 +220,8 @@ def _backward_abstract(*avals, present, live, options):
 
     def gradient(name):
         x = getattr(ops, name)
-        if ops.is_parameter(name):
-            return jax.core.ShapedArray((batch, *x.shape[1:]), jnp.dtype("float32"))
-        return _like(x)
+        shape, dtype = ((batch, *x.shape[1:]), jnp.float32) if ops.is_parameter(name) else (x.shape, x.dtype)
+        return _typed(ops.u, partitioning.axes_of(name, x.ndim, batch), shape, dtype)
 
     return [gradient(name) for name in live]
 
@@ -200,10 +238,10 @@ def _scan_jvp(primals, tangents, *, present, options, save):
     moving = [(n, t) for n, t in zip(present, tangents, strict=True) if type(t) is not ad.Zero and n != "keep"]
     results = [out, final] + [saved] * save
     if not moving:
-        return results, [ad.Zero(_like(x)) for x in results]
+        return results, [ad.Zero(jax.typeof(x)) for x in results]
     live = tuple(name for name, _ in moving)
     dots = tangent_p.bind(*primals, saved, *(t for _, t in moving), present=present, live=live, options=options)
-    return results, list(dots) + [ad.Zero(_like(saved))] * save
+    return results, list(dots) + [ad.Zero(jax.typeof(saved))] * save
 
 
 def _tangent_transpose(cotangents, *arrays, present, live, options):
@@ -242,10 +280,7 @@ def _batched(primitive: Primitive):
 
     def rule(arrays, axes, *, present, **params):
         mapped = next(x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None)
-        # Which array is which: operands, then (saved, tangents) or (saved, cotangents).
-        tangents = params.get("live", ()) if primitive is tangent_p else ()
-        trailing = len(arrays) - len(present) - len(tangents)
-        names = [*present, *[None] * trailing, *tangents]
+        names = _names(primitive, present=present, **params)
         moved = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True)]
         is_mapped = [a is not None for a in axes]
         first = 1 if is_mapped[0] else 0

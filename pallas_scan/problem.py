@@ -62,3 +62,4 @@ class Options:
     implementation: str = "auto"  # "auto": "pallas" when lowered for a GPU, "chunked" elsewhere
     save_every: int = 8  # steps between the states that the forward saves for the backward
     config: ScanConfig | None = None
+    axis_name: str | None = None  # the mesh axis that seq is split over, inside shard_map

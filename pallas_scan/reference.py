@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_scan import _compat
 from pallas_scan.problem import Operands, Options
 
 
@@ -24,6 +25,14 @@ def step_size(ops: Operands, options: Options) -> Float[Array, "batch seq dim"]:
     if ops.delta_bias is not None:
         delta = delta + ops.delta_bias[:, None, :]
     return jax.nn.softplus(delta) if options.delta_softplus else delta
+
+
+def initial_state(ops: Operands) -> Float[Array, "batch dim state"]:
+    """The state before the first step."""
+    if ops.initial_state is not None:
+        return ops.initial_state
+    batch, _, dim, state = ops.sizes
+    return _compat.zeros(_compat.typed(ops.u, (batch, dim, state), jnp.float32, (0, 2, None)))
 
 
 def gate(y: Float[Array, "batch seq dim"], ops: Operands) -> Float[Array, "batch seq dim"]:
@@ -37,7 +46,7 @@ def gate(y: Float[Array, "batch seq dim"], ops: Operands) -> Float[Array, "batch
 
 def linear_scan(ops: Operands, options: Options) -> tuple[Array, Array]:
     """One step of `lax.scan` a token. Returns out (batch, seq, dim) and the final state (batch, dim, state)."""
-    batch, _, dim, state = ops.sizes
+    dim = ops.sizes.dim
     delta = step_size(ops, options)
     by_time = {"u": ops.u, "delta": delta, "keep": ops.keep}
     # What does not vary is cast once, outside: inside, its gradient would be summed over time in its own dtype.
@@ -55,8 +64,7 @@ def linear_scan(ops: Operands, options: Options) -> tuple[Array, Array]:
         h = decay + drive * _over_dim(x["B"], dim)
         return h, jnp.sum(h * _over_dim(x["C"], dim), axis=-1)
 
-    h0 = jnp.zeros((batch, dim, state), jnp.float32) if ops.initial_state is None else ops.initial_state
-    final, y = lax.scan(step, h0, xs, reverse=options.reverse)
+    final, y = lax.scan(step, initial_state(ops), xs, reverse=options.reverse)
     return gate(jnp.moveaxis(y, 0, 1), ops), final
 
 

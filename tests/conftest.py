@@ -1,6 +1,7 @@
 """Strict promotion everywhere: a silent cast or a broadcast by rank in the library is an error in every test.
 
-Without a GPU triton_ref runs in Triton's interpreter.
+The CPU is eight devices, for the tests of sharding; the others use the first. Without a GPU triton_ref runs in Triton's
+interpreter.
 
 With `--record=FILE` a run leaves its counts, versions and the worst relative error of each tensor in FILE.
 """
@@ -13,6 +14,8 @@ import sys
 import jax
 import pytest
 from absl import flags
+
+jax.config.update("jax_num_cpu_devices", 8)  # before anything asks for a device
 
 if jax.default_backend() != "gpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported

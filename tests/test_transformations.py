@@ -1,8 +1,4 @@
-"""jit, vmap, jvp, second derivatives, checkpoint and lax.scan around the chunked form, and sequence sharding."""
-
-import subprocess
-import sys
-import textwrap
+"""jit, vmap, jvp, second derivatives, checkpoint and lax.scan around the chunked form."""
 
 import jax
 import jax.numpy as jnp
@@ -111,50 +107,3 @@ def test_eval_shape_and_export_round_trip():
     exported = jax.export.export(jax.jit(call))(ARRAYS)
     again = jax.export.deserialize(exported.serialize())
     np.testing.assert_array_equal(again.call(ARRAYS)[0], jax.jit(call)(ARRAYS)[0])
-
-
-_SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
-import pallas_scan
-from tests import float64
-from tests.cases import Case, draw
-
-for parts in (2, 4):
-    mesh = Mesh(np.array(jax.devices()[:parts]), ("seq",))
-    for case in (Case("a", seq=32, initial=True, segments=True, z=True, bias=True, softplus=True),
-                 Case("b", seq=32, initial=True, segments=True, reverse=True),
-                 Case("c", seq=32, B="fixed", C=2)):
-        arrays = draw(case)
-        if case.segments:  # one change at the border between two devices
-            arrays["segment_ids"] = arrays["segment_ids"].at[:, 16:].add(100)
-        timed = {"u", "delta", "z", "segment_ids"} | {k for k in ("B", "C") if arrays[k].ndim > 2}
-        specs = {k: P(None, "seq") if k in timed else P() for k in arrays}
-        ids = {k: v for k, v in arrays.items() if k == "segment_ids"}
-        floats = {k: v for k, v in arrays.items() if k != "segment_ids"}
-
-        def whole(floats):
-            return pallas_scan.scan(**floats, **ids, return_final_state=True, **case.options)
-
-        def split(floats):
-            def local(arrays):
-                return pallas_scan.scan(**arrays, return_final_state=True, axis_name="seq", **case.options)
-            run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(None, "seq"), P()), check_vma=False)
-            return run(floats | ids)
-
-        results = []
-        for f in (whole, split):
-            value, pullback = jax.vjp(jax.jit(f), floats)
-            results.append((value, pullback(jax.tree.map(jnp.cos, value))))
-        for got, want in zip(*map(jax.tree.leaves, results), strict=True):
-            assert float64.relative_error(got, want) <= 2e-5, (parts, case)
-print("sharded ok")
-"""
-
-
-def test_a_sequence_split_over_devices_equals_one_scan():
-    code = "import os; os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'\n" + textwrap.dedent(
-        _SHARDED
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "sharded ok" in done.stdout, done.stderr[-3000:]

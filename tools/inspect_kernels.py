@@ -178,10 +178,10 @@ def kernels(shape: inputs.Shape, dtype: str, device: str) -> Iterator[tuple[Lowe
     def elements(cut: pallas_tile.Cut) -> int:
         return cut.chunk * cut.dim_block * cut.state_block // (32 * cut.num_warps)
 
-    for kernel in lower(lambda ops: pallas_forward.scan(ops, forward, save=True), ops):
+    for kernel in lower(lambda ops: pallas_forward.scan(ops, options, forward, save=True), ops):
         yield kernel, elements(forward)
     cotangents = (array(batch, seq, dim, of=dtype), array(batch, dim, state))
-    for kernel in lower(lambda *a: pallas_backward.gradients(a[0], backward, *a[1:]), ops, saved, *cotangents):
+    for kernel in lower(lambda *a: pallas_backward.gradients(a[0], options, backward, *a[1:]), ops, saved, *cotangents):
         yield kernel, elements(backward)
 
 
