@@ -1,9 +1,12 @@
-"""On an NVIDIA GPU: `make test-gpu`. The grid, the same bits on every run, memory, sizes beyond 32 bits."""
+"""On an NVIDIA GPU: `make test-gpu`. The grid, transformations, the same bits each run, memory, sizes beyond 32 bits."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import pallas_scan
 from pallas_scan import _compat, tuning
@@ -12,6 +15,17 @@ from tests import float64
 from tests.cases import CASES, Case, draw
 from tests.test_agreement import SMALL, check
 from tests.test_pallas import _CONFIGS, _SHAPES
+from tests.test_sharding import SEQUENCES, border, close, pulled_back, split, with_gradients
+from tests.test_transformations import (  # noqa: F401  collected here too, with this module's implementation
+    test_checkpoint_and_lax_scan_around_it,
+    test_eval_shape_and_export_round_trip,
+    test_gradient_of_a_gradient_agrees_with_float64,
+    test_hessian_vector_product_agrees_with_float64,
+    test_jvp_and_linearize_agree_with_float64,
+    test_nested_vmap_and_per_example_gradients,
+    test_vmap_folds_into_batch_without_a_loop,
+    test_vmap_over_any_arguments_is_a_loop_over_them,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +41,23 @@ _LARGER = [
     Case("states_256", batch=1, seq=100, dim=24, state=256, initial=True),
     Case("states_1024", batch=1, seq=40, dim=8, state=1024, z=True, initial=True),
 ]
+
+
+@pytest.fixture
+def implementation():
+    return "pallas"
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("case", SEQUENCES, ids=str)
+def test_a_sequence_over_a_mesh_of_this_gpu_equals_one_scan(case, check_vma):
+    """The exchange between the kernels, of one part: its collectives compile and leave the result as it is."""
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    arrays = border(case, draw(case))
+    run = split(case, mesh, check_vma=check_vma, implementation="pallas")
+    got = jax.jit(functools.partial(with_gradients, run))(arrays)
+    want = jax.jit(functools.partial(pulled_back, implementation="pallas", **case.options))(arrays)
+    close(got, want, 2.0**-8 if case.dtype == "bfloat16" else 2e-5)
 
 
 @pytest.mark.parametrize("blocks", ["default", "small"])
