@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: `make test-gpu`. The grid, transformations, the same bits each run, memory, sizes beyond 32 bits."""
+"""On an NVIDIA GPU, `make test-gpu`: the grid, transformations, the same bits each run, memory, 64-bit offsets."""
 
 import functools
 
