@@ -12,7 +12,8 @@ from jax import lax
 from jax._src import config as _config
 from jax._src import dispatch as _dispatch
 from jax.extend.core import Primitive
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from jax.interpreters import mlir
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
@@ -75,10 +76,17 @@ def untyped():
     """Inside, values have neither varying axes, which Pallas's interpret mode does not know (0.10.2 to 0.12.0.1), nor
     explicit shardings: what is traced is one device's part."""
     mesh = jax.sharding.get_abstract_mesh()
-    explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
-    hidden = jax.sharding.use_abstract_mesh(AbstractMesh((), ())) if explicit else contextlib.nullcontext()
+    explicit = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    without = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
+    hidden = jax.sharding.use_abstract_mesh(without) if explicit else contextlib.nullcontext()
     with _config._check_vma(False), hidden:
         yield
+
+
+def partly_manual(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether what is lowered stands in a `jax.shard_map` over some of its mesh's axes only."""
+    axes = ctx.module_context.axis_context
+    return isinstance(axes, mlir.SPMDAxisContext) and set(axes.manual_axes) != set(axes.mesh.axis_names)
 
 
 def knows_devices_when_lowered(primitive: Primitive) -> None:

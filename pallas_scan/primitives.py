@@ -162,17 +162,16 @@ def _define(name: str, form: Callable, abstract: Callable, gpu_form: Callable | 
     def lowering(of: Callable) -> Callable:
         def partitioned(*arrays, **params):
             names = _names(primitive, **params)
-            results = (
-                params["live"] if primitive is backward_p else ("out", "final", "saved")[: 2 + params.get("save", 0)]
-            )
+            outputs = ("out", "final", "saved")[: 2 + params.get("save", False)]
+            results = params["live"] if primitive is backward_p else outputs
             return partitioning.partitioned(functools.partial(of, **params), names, results)(*arrays)
-
-        lower = mlir.lower_fun(partitioned, multiple_results=True)
 
         def rule(ctx, *arrays, **params):
             bare = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+            # custom_partitioning knows no axes that are partly manual: there XLA partitions what it can look into.
+            form = of if _compat.partly_manual(ctx) else partitioned
             with _compat.untyped():
-                return lower(ctx.replace(avals_in=bare), *arrays, **params)
+                return mlir.lower_fun(form, multiple_results=True)(ctx.replace(avals_in=bare), *arrays, **params)
 
         return rule
 

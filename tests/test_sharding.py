@@ -165,7 +165,7 @@ SEQUENCES = [
 ]
 
 
-def split(case, mesh, *, batch=None, check_vma=True, **options):
+def split(case, mesh, *, batch=None, check_vma=True, axis_names=None, **options):
     """`pallas_scan.scan` of arrays, in a shard_map that cuts seq over the mesh axis "seq"."""
     arrays = draw(case)
     timed = {"u", "delta", "z", "segment_ids"} | {k for k in ("B", "C") if getattr(case, k) != "fixed"}
@@ -175,7 +175,12 @@ def split(case, mesh, *, batch=None, check_vma=True, **options):
         return pallas_scan.scan(**arrays, return_final_state=True, axis_name="seq", **options, **case.options)
 
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(specs,), out_specs=(P(batch, "seq"), P(batch)), check_vma=check_vma
+        local,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(P(batch, "seq"), P(batch)),
+        check_vma=check_vma,
+        axis_names=set(axis_names or mesh.axis_names),
     )
 
 
@@ -214,10 +219,20 @@ def test_what_devices_exchange_does_not_grow_with_the_sequence(implementation):
     assert gathered == [4 * pair, 4 * pair]  # one exchange forward, one backward
 
 
-def test_batch_and_sequence_sharded_together():
-    case = Case("both", batch=4, seq=32, initial=True, z=True)
-    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
-    got = jax.jit(functools.partial(with_gradients, split(case, mesh, batch="data")))(draw(case))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("manual", [("seq",), ("data", "seq")], ids="+".join)
+def test_batch_and_sequence_sharded_together(manual, kind):
+    """Batch by hand in the same shard_map, or left to jit around it."""
+    case = Case("both", batch=4, seq=32, dim=8, B=2, z=True)
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        timed = {"u", "delta", "z", "B", "C"}
+        placed = {
+            k: jax.device_put(v, NamedSharding(mesh, P("data", "seq") if k in timed else P()))
+            for k, v in draw(case).items()
+        }
+        run = split(case, mesh, batch="data" if "data" in manual else None, axis_names=manual)
+        got = jax.jit(functools.partial(with_gradients, run))(placed)
     close(got, one_device(case))
 
 

@@ -90,10 +90,10 @@ def _marker() -> Callable[[], Any]:
 
 
 def _kernels(profile: ProfileData) -> list[tuple[str, float]]:
-    """(name, ms) of every kernel on the GPU's streams, in the order they began."""
+    """(name, ms) of every kernel on the first GPU's streams, in the order they began."""
     found = []
     for plane in profile.planes:
-        if not plane.name.startswith("/device:GPU"):
+        if not plane.name.startswith("/device:GPU:0"):
             continue
         for line in plane.lines:
             if line.name.startswith("Stream"):
