@@ -33,9 +33,15 @@ def at(timed, t):
     return {name: x[:, t] for name, x in timed.items()}
 
 
+@pytest.fixture(params=["scan", "assoc", "chunked", "pallas"])
+def implementation(request):
+    return request.param
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("implementation", ["scan", "chunked"])
 def test_prefill_and_steps_are_one_longer_scan(case, implementation):
+    if implementation == "pallas" and jax.default_backend() != "gpu" and case not in CASES[1:4:2]:
+        pytest.skip("slow in interpret mode; the GPU's tests run it")
     timed, shared, state = split(case)
     prompt = 12
 
@@ -52,9 +58,11 @@ def test_prefill_and_steps_are_one_longer_scan(case, implementation):
         assert out.dtype == want.dtype and state.dtype == jnp.float32
         outs.append(out[:, None])
     got = jnp.concatenate(outs, axis=1)
-    np.testing.assert_allclose(state, last, rtol=2e-6, atol=2e-6)
-    rounding = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}[case.dtype]  # of out, one unit in its last place
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=rounding, atol=1e-6)
+    # The kernels' exp is the GPU's, the step's is XLA's: there, the library's float32 tolerance.
+    near = 2e-5 if implementation == "pallas" else 2e-6
+    np.testing.assert_allclose(state, last, rtol=near, atol=near)
+    rounding = {"float32": near, "bfloat16": 2**-7, "float16": 2**-10}[case.dtype]  # of out, one unit in its last place
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=rounding, atol=near / 2)
 
 
 def test_a_step_is_the_same_bits_as_a_scan_of_one_token():

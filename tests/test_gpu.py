@@ -14,6 +14,7 @@ from pallas_scan.config import Sizes
 from tests import float64
 from tests.cases import CASES, Case, draw
 from tests.test_agreement import SMALL, check
+from tests.test_decoding import test_prefill_and_steps_are_one_longer_scan  # noqa: F401
 from tests.test_pallas import _CONFIGS, _SHAPES
 from tests.test_sharding import SEQUENCES, border, close, pulled_back, split, with_gradients
 from tests.test_transformations import (  # noqa: F401  collected here too, with this module's implementation

@@ -47,11 +47,11 @@ CHECKED = (8, 512, 64, 16)  # batch, seq, dim, state
 
 _DEVICES = flags.DEFINE_integer("devices", 8, "Devices to make of a CPU; GPUs are taken as they are.", lower_bound=1)
 _PARTS = flags.DEFINE_list("parts", ["1", "2", "4", "8"], "Numbers of devices; more than there are is left out.")
-_BATCH = flags.DEFINE_integer("batch", 1, "Rows.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", None, "Rows: 1 on GPUs, 4 on a CPU if not given.", lower_bound=1)
 _DIM = flags.DEFINE_integer("dim", None, "Channels: 1024 on GPUs, 256 on a CPU if not given.", lower_bound=1)
 _STATE = flags.DEFINE_integer("state", 16, "States a channel.", lower_bound=1)
-_STRONG = flags.DEFINE_list("strong", None, "Lengths cut into parts: 524288,2097152 on GPUs, 16384 on a CPU.")
-_WEAK = flags.DEFINE_integer("weak", None, "Length a device: 131072 on GPUs, 4096 on a CPU.", lower_bound=1)
+_STRONG = flags.DEFINE_list("strong", None, "Lengths cut into parts: 524288,2097152 on GPUs, 4096 on a CPU.")
+_WEAK = flags.DEFINE_integer("weak", None, "Length a device: 131072 on GPUs, 1024 on a CPU.", lower_bound=1)
 _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "float32, bfloat16 or both.")
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "To time a row for; at least three calls.", lower_bound=0.0)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write.")
@@ -211,13 +211,13 @@ def _exchange(mesh: Mesh, shape: inputs.Shape) -> Callable[[], Any]:
     return lambda: run(*given)
 
 
-def rows(parts: list[int], strong: list[int], weak: int, dim: int) -> Iterator[Row]:
+def rows(parts: list[int], strong: list[int], weak: int, batch: int, dim: int) -> Iterator[Row]:
     for dtype in _DTYPES.value:
         for mode in MODES:
             for count in parts:
                 for seq in strong:
-                    yield Row("strong", count, (_BATCH.value, seq, dim, _STATE.value), dtype, mode)
-                yield Row("weak", count, (_BATCH.value, weak * count, dim, _STATE.value), dtype, mode)
+                    yield Row("strong", count, (batch, seq, dim, _STATE.value), dtype, mode)
+                yield Row("weak", count, (batch, weak * count, dim, _STATE.value), dtype, mode)
 
 
 def add_efficiencies(results: list[dict[str, Any]], *, shared_cores: bool) -> None:
@@ -285,16 +285,16 @@ def main(argv: list[str]) -> None:
         return
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     on_gpu = _compat.gpu_backend()
-    dim = _DIM.value or (1024 if on_gpu else 256)
-    strong = [int(s) for s in _STRONG.value or (["524288", "2097152"] if on_gpu else ["16384"])]
-    weak = _WEAK.value or (131072 if on_gpu else 4096)
+    batch, dim = _BATCH.value or (1 if on_gpu else 4), _DIM.value or (1024 if on_gpu else 256)
+    strong = [int(s) for s in _STRONG.value or (["524288", "2097152"] if on_gpu else ["4096"])]
+    weak = _WEAK.value or (131072 if on_gpu else 1024)
     parts = sorted({int(p) for p in _PARTS.value if int(p) <= jax.device_count()})
     uneven = [length for length in (*strong, CHECKED[0], CHECKED[2]) if any(length % p for p in parts)]
     if not parts or uneven:
         raise app.UsageError(f"got --parts={_PARTS.value}, expected numbers of devices that divide {uneven or parts}")
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    checks, results, planned = [], [], list(rows(parts, strong, weak, dim))
+    checks, results, planned = [], [], list(rows(parts, strong, weak, batch, dim))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         several = [p for p in parts if p > 1]
         task = progress.add_task("", total=len(planned) + len(several) * len(_DTYPES.value))
@@ -314,7 +314,7 @@ def main(argv: list[str]) -> None:
         recording.write_json(_OUT.value, record)
     if _PLOT.value:
         where = "forced devices of one CPU" if not on_gpu else jax.devices()[0].device_kind
-        plot(results, _PLOT.value, f"A sequence over {where}, batch {_BATCH.value}, dim {dim}, state {_STATE.value}")
+        plot(results, _PLOT.value, f"A sequence over {where}, batch {batch}, dim {dim}, state {_STATE.value}")
 
 
 if __name__ == "__main__":
