@@ -83,10 +83,10 @@ def untyped():
         yield
 
 
-def partly_manual(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether what is lowered stands in a `jax.shard_map` over some of its mesh's axes only."""
+def partitioned_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether what is lowered is for several devices, and outside of any `jax.shard_map`."""
     axes = ctx.module_context.axis_context
-    return isinstance(axes, mlir.SPMDAxisContext) and set(axes.manual_axes) != set(axes.mesh.axis_names)
+    return isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1
 
 
 def knows_devices_when_lowered(primitive: Primitive) -> None:

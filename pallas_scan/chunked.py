@@ -159,7 +159,7 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
       every `options.save_every` steps in scan order, (batch, ceil(seq / save_every), state, dim) float32.
     """
     if options.axis_name is not None:
-        ops, options = _from_the_devices_before(ops, options)
+        ops, options = sequence_sharding.own_part(lambda *of: forward(*of, save=False)[:2], ops, options)
     layout = _Layout(ops, options)
     batch, seq, dim, state = layout.sizes
     A = _long_axis_last(ops.A)
@@ -192,14 +192,6 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
     out = jnp.zeros(ops.u.shape, ops.u.dtype)
     h, out, saved = _loop(0, seq, every, interval_body, (layout.initial_state(), out, saved))
     return out, _long_axis_inside(h), None if saved is None else saved.reshape(batch, -1, state, dim)
-
-
-def _from_the_devices_before(ops: Operands, options: Options) -> tuple[Operands, Options]:
-    """A device's own scan: its operands with the state that its part starts from."""
-    alone = dataclasses.replace(options, axis_name=None)
-    ops = ops._replace(initial_state=sequence_sharding.of_first(ops.initial_state, options))
-    _, end, _ = forward(ops, alone, save=False)  # of which XLA drops what out alone needs
-    return ops._replace(initial_state=sequence_sharding.start(ops, options, end)), alone
 
 
 def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:

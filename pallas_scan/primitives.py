@@ -168,8 +168,9 @@ def _define(name: str, form: Callable, abstract: Callable, gpu_form: Callable | 
 
         def rule(ctx, *arrays, **params):
             bare = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-            # custom_partitioning knows no axes that are partly manual: there XLA partitions what it can look into.
-            form = of if _compat.partly_manual(ctx) else partitioned
+            # Elsewhere there is nothing to cut; or, with axes left to jit by a shard_map over others, which
+            # custom_partitioning does not know, XLA cuts what it can look into.
+            form = partitioned if _compat.partitioned_by_xla(ctx) else of
             with _compat.untyped():
                 return mlir.lower_fun(form, multiple_results=True)(ctx.replace(avals_in=bare), *arrays, **params)
 

@@ -29,16 +29,17 @@ Scan = Callable[[Operands, Options], tuple[Array, Array]]
 
 def scan(local: Scan, ops: Operands, options: Options) -> tuple[Array, Array]:
     """`local`, a scan of one device, over the whole sequence. Returns out and the state after this device's part."""
+    return local(*own_part(local, ops, options))
+
+
+def own_part(local: Scan, ops: Operands, options: Options) -> tuple[Operands, Options]:
+    """What this device scans: its part, from the state that the parts before it leave. Of `local` only the state is
+    used."""
     alone = dataclasses.replace(options, axis_name=None)
     ops = ops._replace(initial_state=of_first(ops.initial_state, options))
     _, end = local(ops, alone)
-    return local(ops._replace(initial_state=start(ops, options, end)), alone)
-
-
-def start(ops: Operands, options: Options, end: Float[Array, "batch dim state"]) -> Float[Array, "batch dim state"]:
-    """The state that this device's part starts from; `end` is the state after it, from ops.initial_state."""
-    before = incoming(ops, options, end)
-    return before if ops.initial_state is None else before + ops.initial_state
+    start = incoming(ops, options, end)
+    return ops._replace(initial_state=start if ops.initial_state is None else start + ops.initial_state), alone
 
 
 def of_first(x: Array | None, options: Options) -> Array | None:
