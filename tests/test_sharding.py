@@ -42,16 +42,16 @@ def collectives(compiled) -> list[tuple[str, int]]:
     return found
 
 
-def pulled_back(arrays, **options):
-    """out, the final state and the gradients of every floating-point argument, from cotangents cos(result)."""
+def with_gradients(run, arrays):
+    """run's results and the gradients of every floating-point argument, from cotangents cos(result)."""
     ids = {k: v for k, v in arrays.items() if k == "segment_ids"}
-    floats = {k: v for k, v in arrays.items() if k not in ids}
-
-    def scan(floats):
-        return pallas_scan.scan(**floats, **ids, return_final_state=True, **options)
-
-    value, pullback = jax.vjp(scan, floats)
+    value, pullback = jax.vjp(lambda x: run(x | ids), {k: v for k, v in arrays.items() if k not in ids})
     return value, pullback(jax.tree.map(jnp.cos, value))[0]
+
+
+def pulled_back(arrays, **options):
+    """Those of out and the final state of a scan."""
+    return with_gradients(lambda a: pallas_scan.scan(**a, return_final_state=True, **options), arrays)
 
 
 @functools.cache
@@ -182,12 +182,6 @@ def split(case, mesh, *, batch=None, check_vma=True, axis_names=None, **options)
         check_vma=check_vma,
         axis_names=set(axis_names or mesh.axis_names),
     )
-
-
-def with_gradients(run, arrays):
-    ids = {k: v for k, v in arrays.items() if k == "segment_ids"}
-    value, pullback = jax.vjp(lambda x: run(x | ids), {k: v for k, v in arrays.items() if k not in ids})
-    return value, pullback(jax.tree.map(jnp.cos, value))[0]
 
 
 SPLIT = [("chunked", case, parts, True) for case in SEQUENCES for parts in (2, 8)]

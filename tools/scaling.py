@@ -93,15 +93,15 @@ def specs(layout: str, names: Any) -> dict[str, P]:
 def program(layout: str, mesh: Mesh, arguments: Any, mode: str, **options: Any) -> Any:
     """A jitted function of sharded arguments: out and the final state; with "fwd_bwd" every gradient too."""
 
-    def local(arguments):
-        axis_name = "seq" if layout == "seq" and mesh.size > 1 else None
+    def scan(arguments, axis_name=None):
         return pallas_scan.scan(**arguments, return_final_state=True, axis_name=axis_name, **options)
 
-    def forward(arguments):
-        if layout != "seq" or mesh.size == 1:
-            return local(arguments)
-        of = specs(layout, arguments)
+    def split(arguments):
+        local = functools.partial(scan, axis_name="seq")
+        of = specs("seq", arguments)
         return jax.shard_map(local, mesh=mesh, in_specs=(of,), out_specs=(P(None, "seq"), P()))(arguments)
+
+    forward = split if layout == "seq" and mesh.size > 1 else scan
 
     def both(arguments):
         ids = {k: v for k, v in arguments.items() if k == "segment_ids"}
@@ -220,14 +220,16 @@ def rows(parts: list[int], strong: list[int], weak: int, batch: int, dim: int) -
                 yield Row("weak", count, (batch, weak * count, dim, _STATE.value), dtype, mode)
 
 
+def _length(row: dict[str, Any]) -> int:
+    """What the rows of one line share: the sequence's length (strong) or that of a part (weak)."""
+    return row["shape"]["seq"] // (row["parts"] if row["scaling"] == "weak" else 1)
+
+
 def add_efficiencies(results: list[dict[str, Any]], *, shared_cores: bool) -> None:
     """Against the row of one device, of the same length (strong) or the same length a device (weak)."""
 
-    def length(row):
-        return row["shape"]["seq"] // (row["parts"] if row["scaling"] == "weak" else 1)
-
     def key(row):
-        return row["scaling"], row["dtype"], row["mode"], length(row)
+        return row["scaling"], row["dtype"], row["mode"], _length(row)
 
     alone = {key(row): row for row in results if row["parts"] == 1}
     for row in results:
@@ -248,8 +250,9 @@ def plot(results: list[dict[str, Any]], path: str, title: str) -> None:
         lines: dict[Any, list[tuple[int, float]]] = {}
         for row in results:
             if row["scaling"] == scaling and "efficiency" in row:
-                length = row["shape"]["seq"] // (row["parts"] if scaling == "weak" else 1)
-                lines.setdefault((length, row["dtype"], row["mode"]), []).append((row["parts"], row["efficiency"]))
+                lines.setdefault((_length(row), row["dtype"], row["mode"]), []).append(
+                    (row["parts"], row["efficiency"])
+                )
         for (length, dtype, mode), points in lines.items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{length:,} {dtype} {mode}")
         axis.set(title=f"{scaling} scaling", xlabel="devices", xscale="log")
