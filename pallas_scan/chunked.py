@@ -191,7 +191,7 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
     saved = jnp.zeros((batch, -(-seq // every), state * dim), jnp.float32) if save else None
     out = jnp.zeros(ops.u.shape, ops.u.dtype)
     h, out, saved = _loop(0, seq, every, interval_body, (layout.initial_state(), out, saved))
-    return out, _long_axis_inside(h), None if saved is None else saved.reshape(batch, -1, state, dim)
+    return out, _long_axis_inside(h), None if saved is None else saved.reshape(*saved.shape[:2], state, dim)
 
 
 def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:
@@ -211,7 +211,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
     A = _long_axis_last(ops.A)
     skip = None if ops.D is None else ops.D[:, None]
     full = (batch, state, dim)
-    saved = saved.reshape(batch, -1, state * dim)
+    saved = saved.reshape(*saved.shape[:2], state * dim)
 
     def block_body(position, steps, carry, h):
         g, grads = carry
