@@ -1,13 +1,12 @@
-"""The CPU path: unrolled blocks of the recurrence in one XLA loop, with a hand-derived backward.
+"""The CPU path: blocks of the recurrence, each one vectorised kernel, in one XLA loop, with a hand-derived backward.
 
 Three things make it fast where a plain `lax.scan` is not (docs/derivation.md has the mathematics):
 
+* `BLOCK` steps of a lane, for a few of its state's elements, are one kernel: the state stays in registers from step to
+  step (xla_kernel.py says how XLA is brought to that).
 * Inputs are sliced out of their own (batch, seq, dim) arrays and results are written back in place, so nothing is
   transposed to put time first.
-* The state is (batch, state, dim): the long axis last, which is the one that XLA vectorises. An axis of one anywhere
-  in it made XLA's index arithmetic ten times slower, so groups are expanded to dim rather than given an axis.
-* `BLOCK` steps are unrolled into one loop body. In the backward that keeps the recomputed states of a block as values
-  of the loop body: a buffer for them, updated in place, would be written by one core only.
+* The backward recomputes a block's states inside the kernel that goes back over them.
 
 The forward saves the state before every `options.save_every` steps; the backward recomputes all else.
 """
@@ -15,38 +14,63 @@ The forward saves the state before every `options.save_every` steps; the backwar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float32
 
 from pallas_scan import sequence_sharding
 from pallas_scan.problem import Operands, Options
+from pallas_scan.xla_kernel import Exp2, in_one_kernel, twice
 
-BLOCK = 8  # steps in one loop body; 4 and 16 were slower in the backward and 16 compiles for twice as long
+BLOCK = 8  # steps in one loop body
+WIDTHS = (4, 5, 6, 7, 3, 2)  # elements of the state that one lane holds: the first of these that divides it
+LOG2_E = np.float32(1.4426950408889634)
+
+Lanes = Float32[Array, "*lanes"]  # (batch, groups, parts, channels of a group) without its axes of one
+PerWidth = list[Lanes]  # one a state element that a lane holds
 
 
 class Block(NamedTuple):
-    """Operands of consecutive steps, in float32, shaped to combine with a state (batch, state, dim)."""
+    """Operands of consecutive steps, float32, cut out of their arrays."""
 
-    u: Float[Array, "batch steps dim"]
-    delta: Float[Array, "batch steps dim"]
-    raw_delta: Float[Array, "batch steps dim"]  # before the softplus, for its derivative
-    B: Float[Array, "batch steps groups state"] | Float[Array, "b state dim"]  # the latter does not vary
-    C: Float[Array, "batch steps groups state"] | Float[Array, "b state dim"]
-    z: Float[Array, "batch steps dim"] | None
+    u: Float32[Array, "batch steps dim"]
+    delta: Float32[Array, "batch steps dim"]
+    raw_delta: Float32[Array, "batch steps dim"]  # before the softplus, for its derivative
+    drive: Float32[Array, "batch steps dim"]  # delta u
+    B: Float32[Array, "batch steps groups state"] | None  # None where it does not vary
+    C: Float32[Array, "batch steps groups state"] | None
+    z: Float32[Array, "batch steps dim"] | None
     keep: Bool[Array, "batch steps"] | None
 
 
 class _Layout:
-    """Cuts operands into blocks and puts results back, in scan order, whichever way the scan runs."""
+    """Cuts operands into blocks and lanes and puts results back, in scan order, whichever way the scan runs.
+
+    A lane is one (batch row, channel, part of the state): state = width parts, and element j parts + part is the
+    lane's element j. An axis of one anywhere makes XLA's index arithmetic up to ten times slower, so lanes have none.
+    """
 
     def __init__(self, ops: Operands, options: Options) -> None:
         self.ops, self.options = ops, options
         self.sizes = ops.sizes
+        batch, _, dim, state = self.sizes
+        self.width = next((width for width in WIDTHS if state % width == 0), 1)
+        self.groups = math.lcm(*(x.shape[2] for x in (ops.B, ops.C) if x.ndim == 4))  # those of both
+        self.parts = state // self.width
+        self.full = (batch, self.groups, self.parts, dim // self.groups)
+        self.kept = [axis for axis in range(3) if self.full[axis] != 1]
+        self.lanes = (*(self.full[axis] for axis in self.kept), self.full[3])
+        self.exp2 = Exp2.create()
+
+    # Time
 
     def start(self, position: Array | int, steps: int) -> Array | int:
         """The first time of the block whose first step in scan order is `position`."""
@@ -59,43 +83,87 @@ class _Layout:
     def slice(self, x: Array, position: Array | int, steps: int) -> Array:
         return lax.dynamic_slice_in_dim(x, self.start(position, steps), steps, axis=1)
 
+    def channels(self, x: Array, position: Array | int, steps: int) -> Float32[Array, "batch steps dim"]:
+        return self.slice(x, position, steps).astype(jnp.float32)
+
     def write(self, into: Array, x: Array, position: Array | int) -> Array:
         return lax.dynamic_update_slice_in_dim(into, x.astype(into.dtype), self.start(position, x.shape[1]), axis=1)
 
     def block(self, position: Array | int, steps: int) -> Block:
         ops = self.ops
-
-        def channels(x: Array) -> Array:
-            return self.slice(x, position, steps).astype(jnp.float32)
-
-        def matrix(x: Array) -> Array:
-            return channels(x) if x.ndim == 4 else _long_axis_last(x.astype(jnp.float32))
-
-        raw_delta = channels(ops.delta)
+        cut = functools.partial(self.channels, position=position, steps=steps)
+        u, raw_delta = cut(ops.u), cut(ops.delta)
         if ops.delta_bias is not None:
             raw_delta = raw_delta + ops.delta_bias[:, None]
+        delta = jax.nn.softplus(raw_delta) if self.options.delta_softplus else raw_delta
+        apart, drive = in_one_kernel(twice([delta, delta * u]))  # the kernels of the scan read them from buffers
         return Block(
-            u=channels(ops.u),
-            delta=jax.nn.softplus(raw_delta) if self.options.delta_softplus else raw_delta,
+            u=u,
+            delta=apart,
             raw_delta=raw_delta,
-            B=matrix(ops.B),
-            C=matrix(ops.C),
-            z=None if ops.z is None else channels(ops.z),
+            drive=drive,
+            B=cut(ops.B) if ops.B.ndim == 4 else None,
+            C=cut(ops.C) if ops.C.ndim == 4 else None,
+            z=None if ops.z is None else cut(ops.z),
             keep=None if ops.keep is None else self.slice(ops.keep, position, steps),
         )
 
-    def initial_state(self) -> Array:
+    # Lanes
+
+    def _lanes(self, x: Array) -> Lanes:
+        """(batch, groups, parts, channels), any of which may be 1, spread over the lanes."""
+        kept = x.reshape(*(x.shape[axis] for axis in self.kept), x.shape[3])
+        return jnp.broadcast_to(kept, self.lanes)
+
+    def of_channels(self, x: Array) -> Lanes:
+        """(batch, dim)"""
+        return self._lanes(x.reshape(x.shape[0], self.groups, 1, self.full[3]))
+
+    def of_rows(self, x: Array) -> Array:
+        """(batch,)"""
+        return self._lanes(x[:, None, None, None])
+
+    def of_state(self, x: Float32[Array, "b dim state"]) -> PerWidth:
+        """A state, or a parameter shaped as one."""
+        rows = jnp.moveaxis(
+            x.astype(jnp.float32).reshape(x.shape[0], self.groups, self.full[3], self.width, self.parts), 2, -1
+        )
+        return [self._lanes(rows[:, :, j]) for j in range(self.width)]
+
+    def of_matrix(self, x: Float32[Array, "batch groups state"]) -> PerWidth:
+        """B or C at one step."""
+        x = jnp.repeat(x, self.groups // x.shape[1], axis=1)
+        rows = x.reshape(*x.shape[:2], self.width, self.parts)
+        return [self._lanes(rows[:, :, j, :, None]) for j in range(self.width)]
+
+    def to_state(self, lanes: PerWidth) -> Float32[Array, "batch dim state"]:
         batch, _, dim, state = self.sizes
-        if self.ops.initial_state is None:
-            return jnp.zeros((batch, state, dim), jnp.float32)
-        return _long_axis_last(self.ops.initial_state)
+        stacked = jnp.stack([x.reshape(self.full) for x in lanes], axis=2)  # (batch, groups, width, parts, channels)
+        return jnp.moveaxis(stacked, -1, 2).reshape(batch, dim, state)
 
+    def save(self, saved: Array, lanes: PerWidth, row: Array | int) -> Array:
+        """`saved` (batch, rows, state, dim) with one row written."""
+        batch, _, dim, state = self.sizes
+        stacked = jnp.stack([jnp.swapaxes(x.reshape(self.full), 1, 2) for x in lanes], axis=1)
+        return lax.dynamic_update_slice_in_dim(saved, stacked.reshape(batch, 1, state, dim), row, axis=1)
 
-def _long_axis_last(x: Float[Array, "b dim state"]) -> Float[Array, "b state dim"]:
-    return jnp.swapaxes(x, 1, 2)
+    def saved(self, saved: Array, row: Array | int) -> PerWidth:
+        x = lax.dynamic_index_in_dim(saved, row, axis=1, keepdims=False)
+        x = x.reshape(x.shape[0], self.width, self.parts, self.groups, self.full[3])
+        return [self._lanes(jnp.swapaxes(x[:, j], 1, 2)) for j in range(self.width)]
 
+    def over_parts(self, x: Lanes) -> Float32[Array, "batch dim"]:
+        x = x.reshape(self.full)
+        if self.parts <= 8:  # part by part it is fused into what follows
+            x = functools.reduce(operator.add, (x[:, :, part] for part in range(self.parts)))
+        else:
+            x = jnp.sum(x, axis=2)
+        return x.reshape(x.shape[0], self.sizes.dim)
 
-_long_axis_inside = _long_axis_last  # its own inverse
+    def over_channels(self, lanes: PerWidth, groups: int) -> Float32[Array, "batch groups state"]:
+        sums = jnp.stack([jnp.sum(x, axis=-1).reshape(self.full[:3]) for x in lanes], axis=2)
+        by_group = sums.reshape(sums.shape[0], groups, self.groups // groups, self.sizes.state)
+        return by_group[:, :, 0] if groups == self.groups else jnp.sum(by_group, axis=2)
 
 
 def _loop(position: int, steps: int, block: int, body: Callable, carry, *, backwards: bool = False):
@@ -114,41 +182,45 @@ def _loop(position: int, steps: int, block: int, body: Callable, carry, *, backw
     return main(remainder(carry)) if backwards else remainder(main(carry))
 
 
-def _at(x: Array, step: int, dim: int) -> Float[Array, "b state dim"]:
-    """A block's B or C at one step; its last axis is 1 where one group holds every channel."""
-    if x.ndim == 3:
-        return x
-    x = x[:, step]
-    if x.shape[1] == 1:
-        return x[:, 0, :, None]
-    return jnp.repeat(_long_axis_last(x), dim // x.shape[1], axis=2)
+class _Step:
+    """What a step of the recurrence needs, spread over the lanes."""
+
+    def __init__(self, layout: _Layout, block: Block, step: int) -> None:
+        ops = layout.ops
+        self.exp2 = layout.exp2
+        self.delta, self.drive = twice([layout.of_channels(x[:, step]) for x in (block.delta, block.drive)])
+        self.keep = None if block.keep is None else twice([layout.of_rows(block.keep[:, step])])[0]
+        self.B = twice(layout.of_state(ops.B) if block.B is None else layout.of_matrix(block.B[:, step]))
+        self.C = twice(layout.of_state(ops.C) if block.C is None else layout.of_matrix(block.C[:, step]))
+
+    def carried(self, x: Lanes) -> Lanes:
+        """What passes the border before the step: nothing where a sequence begins."""
+        return x if self.keep is None else lax.select(self.keep, x, jnp.zeros_like(x))
+
+    def decays(self, A: PerWidth) -> PerWidth:
+        """exp(δ A)"""
+        return [self.exp2(self.delta * (a * LOG2_E)) for a in A]
+
+    def advance(self, h: PerWidth, decays: PerWidth) -> PerWidth:
+        """The state after the step."""
+        return [self.carried(decay * x) + self.drive * b for decay, x, b in zip(decays, h, self.B, strict=True)]
+
+    def readout(self, h: PerWidth) -> Lanes:
+        return _dot(h, self.C)
 
 
-def _carried(x: Array, block: Block, step: int) -> Array:
-    """What passes the border before `step`: nothing where a sequence begins."""
-    return x if block.keep is None else jnp.where(block.keep[:, step, None, None], x, 0.0)
-
-
-def _advance(h: Array, A: Array, block: Block, step: int) -> tuple[Array, Array]:
-    """The state after `step`, and exp(δ A)."""
-    decay = jnp.exp(block.delta[:, step, None] * A)
-    drive = (block.delta[:, step] * block.u[:, step])[:, None] * _at(block.B, step, A.shape[2])
-    return _carried(decay * h, block, step) + drive, decay
-
-
-def _readout(h: Array, block: Block, step: int) -> Array:
-    return jnp.sum(h * _at(block.C, step, h.shape[2]), axis=1)
-
-
-def _over_groups(x: Float[Array, "batch state dim"], groups: int) -> Float[Array, "batch groups state"]:
-    if groups == 1:
-        return jnp.sum(x, axis=-1)[:, None]
-    batch, state, dim = x.shape
-    return jnp.swapaxes(jnp.sum(x.reshape(batch, state, groups, dim // groups), axis=-1), 1, 2)
+def _dot(x: PerWidth, y: PerWidth) -> Lanes:
+    return functools.reduce(operator.add, map(operator.mul, x, y))
 
 
 def _stack(by_step: dict[int, Array]) -> Array:
     return jnp.stack([by_step[step] for step in sorted(by_step)], axis=1)
+
+
+def _together(results: Sequence[PerWidth]) -> list[PerWidth]:
+    """Lists of lanes, computed in one kernel."""
+    flat = iter(in_one_kernel([x for lanes in results for x in lanes]))
+    return [[next(flat) for _ in lanes] for lanes in results]
 
 
 def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Array, Array | None]:
@@ -162,19 +234,21 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
         ops, options = sequence_sharding.own_part(lambda *of: forward(*of, save=False)[:2], ops, options)
     layout = _Layout(ops, options)
     batch, seq, dim, state = layout.sizes
-    A = _long_axis_last(ops.A)
-    skip = None if ops.D is None else ops.D[:, None]
 
     def block_body(position, steps, carry):
         h, out = carry
         block = layout.block(position, steps)
-        by_step = {}
-        for step in layout.order(steps):
-            h, _ = _advance(h, A, block, step)
-            by_step[step] = _readout(h, block, step)
-        y = _stack(by_step)
-        if skip is not None:
-            y = y + skip * block.u
+        A, h = twice(layout.of_state(ops.A)), twice(h)
+        order = layout.order(steps)
+        readouts = []
+        for step in order:
+            at = _Step(layout, block, step)
+            h = at.advance(h, at.decays(A))
+            readouts.append(at.readout(h))
+        readouts, h = _together([readouts, h])
+        y = _stack({step: layout.over_parts(x) for step, x in zip(order, readouts, strict=True)})
+        if ops.D is not None:
+            y = y + ops.D[:, None] * block.u
         if block.z is not None:
             y = y * jax.nn.silu(block.z)
         return h, layout.write(out, y, position)
@@ -182,16 +256,21 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
     def interval_body(position, steps, carry):
         h, out, saved = carry
         if saved is not None:
-            row = h.reshape(batch, 1, state * dim)
-            saved = lax.dynamic_update_slice_in_dim(saved, row, position // options.save_every, axis=1)
+            saved = layout.save(saved, h, position // options.save_every)
         h, out = _loop(position, steps, BLOCK, block_body, (h, out))
         return h, out, saved
 
-    every = options.save_every if save else seq
-    saved = jnp.zeros((batch, -(-seq // every), state * dim), jnp.float32) if save else None
+    every = options.save_every if save else max(seq, 1)
+    saved = jnp.zeros((batch, -(-seq // every), state, dim), jnp.float32) if save else None
     out = jnp.zeros(ops.u.shape, ops.u.dtype)
-    h, out, saved = _loop(0, seq, every, interval_body, (layout.initial_state(), out, saved))
-    return out, _long_axis_inside(h), None if saved is None else saved.reshape(*saved.shape[:2], state, dim)
+    h, out, saved = _loop(0, seq, every, interval_body, (_initial_state(layout), out, saved))
+    return out, layout.to_state(h), saved
+
+
+def _initial_state(layout: _Layout) -> PerWidth:
+    if layout.ops.initial_state is None:
+        return [jnp.zeros(layout.lanes, jnp.float32)] * layout.width
+    return layout.of_state(layout.ops.initial_state)
 
 
 def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:
@@ -207,58 +286,26 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
     if options.axis_name is not None:
         return _backward_of_part(ops, options, saved, dout, dfinal)
     layout = _Layout(ops, options)
-    batch, seq, dim, state = layout.sizes
-    A = _long_axis_last(ops.A)
-    skip = None if ops.D is None else ops.D[:, None]
-    full = (batch, state, dim)
-    saved = saved.reshape(*saved.shape[:2], state * dim)
+    batch, seq, dim, _ = layout.sizes
 
     def block_body(position, steps, carry, h):
         g, grads = carry
-        block = layout.block(position, steps)
-        order = layout.order(steps)
-        dy = layout.slice(dout, position, steps).astype(jnp.float32)
-        before, decays, after = {}, {}, {}
-        for step in order:
-            before[step] = h
-            h, decays[step] = _advance(h, A, block, step)
-            after[step] = h
-
         grads = dict(grads)
+        block = layout.block(position, steps)
+        dy = layout.channels(dout, position, steps)
+        dy_gated = dy if block.z is None else dy * jax.nn.silu(block.z)
+        (dy_gated,) = in_one_kernel(twice([dy_gated]))
+        grads, g, to_drive, to_exponent, readouts = _back_over_block(layout, block, dy_gated, h, g, grads, position)
+
         if block.z is not None:
-            y = _stack({step: _readout(after[step], block, step) for step in order})
-            y = y if skip is None else y + skip * block.u
-            sigmoid = jax.nn.sigmoid(block.z)
-            dz = dy * y * sigmoid * (1.0 + block.z * (1.0 - sigmoid))
-            grads["z"] = layout.write(grads["z"], dz, position)
-            dy = dy * block.z * sigmoid
-
-        drive = block.delta * block.u
-        dB, dC, drive_cts, delta_cts = {}, {}, {}, {}
-        dA = grads["A"]
-        for step in reversed(order):
-            g = g + _at(block.C, step, dim) * dy[:, step, None]
-            dC[step] = after[step] * dy[:, step, None]
-            dB[step] = g * drive[:, step, None]
-            drive_cts[step] = jnp.sum(g * _at(block.B, step, dim), axis=1)
-            g = _carried(decays[step] * g, block, step)
-            to_exponent = _carried(g * before[step], block, step)
-            delta_cts[step] = jnp.sum(to_exponent * A, axis=1)
-            dA = dA + to_exponent * block.delta[:, step, None]
-        grads["A"] = dA
-        for name, per_step, operand in (("B", dB, ops.B), ("C", dC, ops.C)):
-            if operand.ndim == 3:
-                grads[name] = grads[name] + sum(per_step.values())
-            else:
-                summed = _stack({step: _over_groups(x, operand.shape[2]) for step, x in per_step.items()})
-                grads[name] = layout.write(grads[name], summed, position)
-
-        to_drive = _stack(drive_cts)
+            gate = jax.nn.sigmoid(block.z)
+            y = readouts if ops.D is None else readouts + ops.D[:, None] * block.u
+            grads["z"] = layout.write(grads["z"], dy * y * gate * (1.0 + block.z * (1.0 - gate)), position)
         du = block.delta * to_drive
-        if skip is not None:
-            du = du + skip * dy
-            grads["D"] = grads["D"] + jnp.sum(dy * block.u, axis=1)
-        ddelta = block.u * to_drive + _stack(delta_cts)
+        if ops.D is not None:
+            du = du + ops.D[:, None] * dy_gated
+            grads["D"] = grads["D"] + jnp.sum(dy_gated * block.u, axis=1)
+        ddelta = block.u * to_drive + to_exponent
         if options.delta_softplus:
             ddelta = ddelta * jax.nn.sigmoid(block.raw_delta)
         if ops.delta_bias is not None:
@@ -268,26 +315,13 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
         return g, grads
 
     def interval_body(position, steps, carry):
-        row = lax.dynamic_index_in_dim(saved, position // options.save_every, axis=1, keepdims=False)
-        h = row.reshape(full)
-        if steps <= BLOCK:
-            return block_body(position, steps, carry, h)
-
-        # A longer interval first finds the state before each of its blocks.
-        def find(start, steps, carry):
-            h, starts = carry
-            starts = lax.dynamic_update_index_in_dim(starts, h, (start - position) // BLOCK, axis=0)
-            block = layout.block(start, steps)
-            for step in layout.order(steps):
-                h, _ = _advance(h, A, block, step)
-            return h, starts
-
-        _, starts = _loop(position, steps, BLOCK, find, (h, jnp.zeros((-(-steps // BLOCK), *full), jnp.float32)))
-
-        def body(start, steps, carry):
-            return block_body(start, steps, carry, starts[(start - position) // BLOCK])
-
-        return _loop(position, steps, BLOCK, body, carry, backwards=True)
+        starts = [in_one_kernel(twice(layout.saved(saved, position // options.save_every)))]
+        for offset in range(0, steps - BLOCK, BLOCK):
+            starts.append(_state_after(layout, position + offset, BLOCK, starts[-1]))
+        for i in reversed(range(len(starts))):
+            offset = i * BLOCK
+            carry = block_body(position + offset, min(BLOCK, steps - offset), carry, starts[i])
+        return carry
 
     def zeros(name):
         operand = getattr(ops, name)
@@ -295,17 +329,85 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
             return None
         if not ops.is_parameter(name):
             return jnp.zeros(operand.shape, operand.dtype)
-        return jnp.zeros(full if operand.ndim == 3 else (batch, dim), jnp.float32)
+        if operand.ndim == 3:
+            return [jnp.zeros(layout.lanes, jnp.float32)] * layout.width
+        return jnp.zeros((batch, dim), jnp.float32)
 
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     grads = {name: zeros(name) for name in names if zeros(name) is not None}
-    g = _long_axis_last(dfinal)
-    g, grads = _loop(0, seq, options.save_every, interval_body, (g, grads), backwards=True)
+    g, grads = _loop(0, seq, options.save_every, interval_body, (layout.of_state(dfinal), grads), backwards=True)
     for name in grads:
         if ops.is_parameter(name) and getattr(ops, name).ndim == 3:
-            grads[name] = _long_axis_inside(grads[name])
-    dh0 = None if ops.initial_state is None else _long_axis_inside(g)
+            grads[name] = layout.to_state(grads[name])
+    dh0 = None if ops.initial_state is None else layout.to_state(g)
     return Operands(**grads, initial_state=dh0)
+
+
+def _back_over_block(layout: _Layout, block: Block, cotangent: Array, h: PerWidth, g: PerWidth, grads: dict, position):
+    """The recurrence back over one block: its states again, then the cotangents, in one kernel.
+
+    Args:
+      cotangent: of the readout before the gate, (batch, steps, dim) float32, in a buffer of its own.
+
+    Returns:
+      grads with A, B and C brought forward, g before the block, the cotangents of δ u and, through the exponent, of δ,
+      and the readouts, (batch, steps, dim) each.
+    """
+    ops, order = layout.ops, layout.order(cotangent.shape[1])
+    A, h, g = (twice(x) for x in (layout.of_state(ops.A), h, g))
+    at = {step: _Step(layout, block, step) for step in order}
+    dy = dict(zip(order, twice([layout.of_channels(cotangent[:, step]) for step in order]), strict=True))
+    before, decays, after = {}, {}, {}
+    for step in order:
+        before[step], decays[step] = h, at[step].decays(A)
+        after[step] = h = at[step].advance(h, decays[step])
+
+    dA, to_B, to_C, to_drive, to_exponent = twice(grads["A"]), {}, {}, {}, {}
+    for step in reversed(order):
+        to_C[step] = [x * dy[step] for x in after[step]]
+        g = [x + c * dy[step] for x, c in zip(g, at[step].C, strict=True)]
+        to_B[step] = [x * at[step].drive for x in g]
+        to_drive[step] = _dot(g, at[step].B)
+        g = [x * decay for x, decay in zip(g, decays[step], strict=True)]
+        exponent = [at[step].carried(x * y) for x, y in zip(g, before[step], strict=True)]
+        g = [at[step].carried(x) for x in g]
+        to_exponent[step] = _dot(exponent, A)
+        dA = [x + y * at[step].delta for x, y in zip(dA, exponent, strict=True)]
+
+    wanted: dict[str | tuple[str, int], PerWidth]
+    wanted = {"g": g, "A": dA, "drive": [to_drive[s] for s in order], "exponent": [to_exponent[s] for s in order]}
+    if block.z is not None:
+        wanted["readouts"] = [at[step].readout(after[step]) for step in order]
+    for name, by_step in (("B", to_B), ("C", to_C)):
+        if getattr(block, name) is None:
+            wanted[name] = [sum(each) for each in zip(twice(grads[name]), *by_step.values(), strict=True)]
+        else:
+            wanted |= {(name, step): by_step[step] for step in order}
+    got = dict(zip(wanted, _together(list(wanted.values())), strict=True))
+
+    grads = grads | {"A": got["A"]}
+    for name in ("B", "C"):
+        if getattr(block, name) is None:
+            grads[name] = got[name]
+        else:
+            summed = _stack(
+                {step: layout.over_channels(got[name, step], getattr(ops, name).shape[2]) for step in order}
+            )
+            grads[name] = layout.write(grads[name], summed, position)
+
+    def by_time(name: str) -> Array:
+        return _stack({step: layout.over_parts(x) for step, x in zip(order, got[name], strict=True)})
+
+    return grads, got["g"], by_time("drive"), by_time("exponent"), by_time("readouts") if "readouts" in got else None
+
+
+def _state_after(layout: _Layout, position: Array | int, steps: int, h: PerWidth) -> PerWidth:
+    block = layout.block(position, steps)
+    A, h = twice(layout.of_state(layout.ops.A)), twice(h)
+    for step in layout.order(steps):
+        at = _Step(layout, block, step)
+        h = at.advance(h, at.decays(A))
+    return in_one_kernel(h)
 
 
 def _backward_of_part(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:
@@ -320,16 +422,19 @@ def _backward_of_part(ops: Operands, options: Options, saved: Array, dout: Array
 def _cotangent_of_start(ops: Operands, options: Options, dout: Array, dfinal: Array) -> Array:
     """The cotangent of the state before the first step: g of `backward`, which needs no states."""
     layout = _Layout(ops, options)
-    A = _long_axis_last(ops.A)
 
     def body(position, steps, g):
         block = layout.block(position, steps)
-        dy = layout.slice(dout, position, steps).astype(jnp.float32)
+        A, g = twice(layout.of_state(ops.A)), twice(g)
+        dy = layout.channels(dout, position, steps)
         if block.z is not None:
             dy = dy * jax.nn.silu(block.z)
+        (dy,) = in_one_kernel(twice([dy]))
         for step in reversed(layout.order(steps)):
-            g = g + _at(block.C, step, layout.sizes.dim) * dy[:, step, None]
-            g = _carried(jnp.exp(block.delta[:, step, None] * A) * g, block, step)
-        return g
+            at = _Step(layout, block, step)
+            (into,) = twice([layout.of_channels(dy[:, step])])
+            g = [x + c * into for x, c in zip(g, at.C, strict=True)]
+            g = [at.carried(x * decay) for x, decay in zip(g, at.decays(A), strict=True)]
+        return in_one_kernel(g)
 
-    return _long_axis_inside(_loop(0, layout.sizes.seq, BLOCK, body, _long_axis_last(dfinal), backwards=True))
+    return layout.to_state(_loop(0, layout.sizes.seq, BLOCK, body, layout.of_state(dfinal), backwards=True))
