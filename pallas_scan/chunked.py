@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float32
 
 from pallas_scan import sequence_sharding
 from pallas_scan.problem import Operands, Options
-from pallas_scan.xla_kernel import Exp2, in_one_kernel, twice
+from pallas_scan.xla_kernel import Exp2, in_buffers, in_one_kernel, twice
 
 BLOCK = 8  # steps in one loop body
 WIDTHS = (4, 5, 6, 7, 3, 2)  # elements of the state that one lane holds: the first of these that divides it
@@ -96,7 +96,7 @@ class _Layout:
         if ops.delta_bias is not None:
             raw_delta = raw_delta + ops.delta_bias[:, None]
         delta = jax.nn.softplus(raw_delta) if self.options.delta_softplus else raw_delta
-        apart, drive = in_one_kernel(twice([delta, delta * u]))  # the kernels of the scan read them from buffers
+        apart, drive = in_buffers([delta, delta * u])
         return Block(
             u=u,
             delta=apart,
@@ -114,6 +114,9 @@ class _Layout:
         """(batch, groups, parts, channels), any of which may be 1, spread over the lanes."""
         kept = x.reshape(*(x.shape[axis] for axis in self.kept), x.shape[3])
         return jnp.broadcast_to(kept, self.lanes)
+
+    def zeros(self) -> PerWidth:
+        return [jnp.zeros(self.lanes, jnp.float32)] * self.width
 
     def of_channels(self, x: Array) -> Lanes:
         """(batch, dim)"""
@@ -159,6 +162,11 @@ class _Layout:
         else:
             x = jnp.sum(x, axis=2)
         return x.reshape(x.shape[0], self.sizes.dim)
+
+    def by_time(self, in_scan_order: Sequence[Lanes]) -> Float32[Array, "batch steps dim"]:
+        """Each step's lanes, summed over the parts of the state."""
+        order = self.order(len(in_scan_order))  # its own inverse
+        return jnp.stack([self.over_parts(in_scan_order[i]) for i in order], axis=1)
 
     def over_channels(self, lanes: PerWidth, groups: int) -> Float32[Array, "batch groups state"]:
         sums = jnp.stack([jnp.sum(x, axis=-1).reshape(self.full[:3]) for x in lanes], axis=2)
@@ -213,10 +221,6 @@ def _dot(x: PerWidth, y: PerWidth) -> Lanes:
     return functools.reduce(operator.add, map(operator.mul, x, y))
 
 
-def _stack(by_step: dict[int, Array]) -> Array:
-    return jnp.stack([by_step[step] for step in sorted(by_step)], axis=1)
-
-
 def _together(results: Sequence[PerWidth]) -> list[PerWidth]:
     """Lists of lanes, computed in one kernel."""
     flat = iter(in_one_kernel([x for lanes in results for x in lanes]))
@@ -239,14 +243,13 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
         h, out = carry
         block = layout.block(position, steps)
         A, h = twice(layout.of_state(ops.A)), twice(h)
-        order = layout.order(steps)
         readouts = []
-        for step in order:
+        for step in layout.order(steps):
             at = _Step(layout, block, step)
             h = at.advance(h, at.decays(A))
             readouts.append(at.readout(h))
         readouts, h = _together([readouts, h])
-        y = _stack({step: layout.over_parts(x) for step, x in zip(order, readouts, strict=True)})
+        y = layout.by_time(readouts)
         if ops.D is not None:
             y = y + ops.D[:, None] * block.u
         if block.z is not None:
@@ -269,7 +272,7 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
 
 def _initial_state(layout: _Layout) -> PerWidth:
     if layout.ops.initial_state is None:
-        return [jnp.zeros(layout.lanes, jnp.float32)] * layout.width
+        return layout.zeros()
     return layout.of_state(layout.ops.initial_state)
 
 
@@ -293,8 +296,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
         grads = dict(grads)
         block = layout.block(position, steps)
         dy = layout.channels(dout, position, steps)
-        dy_gated = dy if block.z is None else dy * jax.nn.silu(block.z)
-        (dy_gated,) = in_one_kernel(twice([dy_gated]))
+        dy_gated = _gated(dy, block)
         grads, g, to_drive, to_exponent, readouts = _back_over_block(layout, block, dy_gated, h, g, grads, position)
 
         if block.z is not None:
@@ -315,7 +317,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
         return g, grads
 
     def interval_body(position, steps, carry):
-        starts = [in_one_kernel(twice(layout.saved(saved, position // options.save_every)))]
+        starts = [in_buffers(layout.saved(saved, position // options.save_every))]
         for offset in range(0, steps - BLOCK, BLOCK):
             starts.append(_state_after(layout, position + offset, BLOCK, starts[-1]))
         for i in reversed(range(len(starts))):
@@ -330,7 +332,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
         if not ops.is_parameter(name):
             return jnp.zeros(operand.shape, operand.dtype)
         if operand.ndim == 3:
-            return [jnp.zeros(layout.lanes, jnp.float32)] * layout.width
+            return layout.zeros()
         return jnp.zeros((batch, dim), jnp.float32)
 
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
@@ -343,11 +345,16 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
     return Operands(**grads, initial_state=dh0)
 
 
+def _gated(dy: Array, block: Block) -> Float32[Array, "batch steps dim"]:
+    """The cotangent of the readout with its skip, before the gate, in a buffer of its own."""
+    return in_buffers([dy if block.z is None else dy * jax.nn.silu(block.z)])[0]
+
+
 def _back_over_block(layout: _Layout, block: Block, cotangent: Array, h: PerWidth, g: PerWidth, grads: dict, position):
     """The recurrence back over one block: its states again, then the cotangents, in one kernel.
 
     Args:
-      cotangent: of the readout before the gate, (batch, steps, dim) float32, in a buffer of its own.
+      cotangent: `_gated`, (batch, steps, dim).
 
     Returns:
       grads with A, B and C brought forward, g before the block, the cotangents of δ u and, through the exponent, of δ,
@@ -390,15 +397,12 @@ def _back_over_block(layout: _Layout, block: Block, cotangent: Array, h: PerWidt
         if getattr(block, name) is None:
             grads[name] = got[name]
         else:
-            summed = _stack(
-                {step: layout.over_channels(got[name, step], getattr(ops, name).shape[2]) for step in order}
-            )
-            grads[name] = layout.write(grads[name], summed, position)
+            groups = getattr(ops, name).shape[2]
+            summed = [layout.over_channels(got[name, step], groups) for step in range(len(order))]
+            grads[name] = layout.write(grads[name], jnp.stack(summed, axis=1), position)
 
-    def by_time(name: str) -> Array:
-        return _stack({step: layout.over_parts(x) for step, x in zip(order, got[name], strict=True)})
-
-    return grads, got["g"], by_time("drive"), by_time("exponent"), by_time("readouts") if "readouts" in got else None
+    readouts = layout.by_time(got["readouts"]) if "readouts" in got else None
+    return grads, got["g"], layout.by_time(got["drive"]), layout.by_time(got["exponent"]), readouts
 
 
 def _state_after(layout: _Layout, position: Array | int, steps: int, h: PerWidth) -> PerWidth:
@@ -426,10 +430,7 @@ def _cotangent_of_start(ops: Operands, options: Options, dout: Array, dfinal: Ar
     def body(position, steps, g):
         block = layout.block(position, steps)
         A, g = twice(layout.of_state(ops.A)), twice(g)
-        dy = layout.channels(dout, position, steps)
-        if block.z is not None:
-            dy = dy * jax.nn.silu(block.z)
-        (dy,) = in_one_kernel(twice([dy]))
+        dy = _gated(layout.channels(dout, position, steps), block)
         for step in reversed(layout.order(steps)):
             at = _Step(layout, block, step)
             (into,) = twice([layout.of_channels(dy[:, step])])
