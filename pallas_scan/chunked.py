@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
 from pallas_scan import sequence_sharding
 from pallas_scan.problem import Operands, Options
@@ -48,7 +48,7 @@ class Block(NamedTuple):
     B: Float32[Array, "batch steps groups state"] | None  # None where it does not vary
     C: Float32[Array, "batch steps groups state"] | None
     z: Float32[Array, "batch steps dim"] | None
-    keep: Bool[Array, "batch steps"] | None
+    keep: Float32[Array, "batch steps"] | None  # 1 or 0
 
 
 class _Layout:
@@ -105,7 +105,7 @@ class _Layout:
             B=cut(ops.B) if ops.B.ndim == 4 else None,
             C=cut(ops.C) if ops.C.ndim == 4 else None,
             z=None if ops.z is None else cut(ops.z),
-            keep=None if ops.keep is None else self.slice(ops.keep, position, steps),
+            keep=None if ops.keep is None else in_buffers([cut(ops.keep)])[0],
         )
 
     # Lanes
@@ -197,7 +197,7 @@ class _Step:
         ops = layout.ops
         self.exp2 = layout.exp2
         self.delta, self.drive = twice([layout.of_channels(x[:, step]) for x in (block.delta, block.drive)])
-        self.keep = None if block.keep is None else twice([layout.of_rows(block.keep[:, step])])[0]
+        self.keep = None if block.keep is None else twice([layout.of_rows(block.keep[:, step])])[0] > 0
         self.B = twice(layout.of_state(ops.B) if block.B is None else layout.of_matrix(block.B[:, step]))
         self.C = twice(layout.of_state(ops.C) if block.C is None else layout.of_matrix(block.C[:, step]))
 
