@@ -31,7 +31,10 @@ from pallas_scan.problem import Operands, Options
 from pallas_scan.xla_kernel import Exp2, in_buffers, in_one_kernel, twice
 
 BLOCK = 8  # steps in one loop body
-WIDTHS = (4, 5, 6, 7, 3, 2)  # elements of the state that one lane holds: the first of these that divides it
+# Elements of the state that one lane holds: the first of these that divides it. The backward keeps a block's states,
+# decays and cotangents at once, which is more than the registers hold: the narrow one spills less.
+WIDTHS = (4, 5, 6, 7, 3, 2, 1)
+WIDTHS_BACK = (2, 1)
 LOG2_E = np.float32(1.4426950408889634)
 
 Lanes = Float32[Array, "*lanes"]  # (batch, groups, parts, channels of a group) without its axes of one
@@ -58,11 +61,11 @@ class _Layout:
     lane's element j. An axis of one anywhere makes XLA's index arithmetic up to ten times slower, so lanes have none.
     """
 
-    def __init__(self, ops: Operands, options: Options) -> None:
+    def __init__(self, ops: Operands, options: Options, widths: Sequence[int] = WIDTHS) -> None:
         self.ops, self.options = ops, options
         self.sizes = ops.sizes
         batch, _, dim, state = self.sizes
-        self.width = next((width for width in WIDTHS if state % width == 0), 1)
+        self.width = next(width for width in widths if state % width == 0)
         self.groups = math.lcm(*(x.shape[2] for x in (ops.B, ops.C) if x.ndim == 4))  # those of both
         self.parts = state // self.width
         self.full = (batch, self.groups, self.parts, dim // self.groups)
@@ -157,7 +160,7 @@ class _Layout:
 
     def over_parts(self, x: Lanes) -> Float32[Array, "batch dim"]:
         x = x.reshape(self.full)
-        if self.parts <= 8:  # part by part it is fused into what follows
+        if self.parts <= 16:  # part by part it is fused into what follows
             x = functools.reduce(operator.add, (x[:, :, part] for part in range(self.parts)))
         else:
             x = jnp.sum(x, axis=2)
@@ -288,7 +291,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
     """
     if options.axis_name is not None:
         return _backward_of_part(ops, options, saved, dout, dfinal)
-    layout = _Layout(ops, options)
+    layout = _Layout(ops, options, WIDTHS_BACK)
     batch, seq, dim, _ = layout.sizes
 
     def block_body(position, steps, carry, h):
