@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[triton,transformers,tools,test,lint]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[triton,transformers,tools,examples,test,lint]'
 	touch $@
 
 benchmark: $(INSTALLED)
