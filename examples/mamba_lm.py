@@ -4,9 +4,9 @@
     python -m examples.mamba_lm generate --prompt="def scan("  # from what was trained
     python -m examples.mamba_lm generate --checkpoint=mamba-130m-hf --prompt="A state space model is"
 
-`train` goes on where it was stopped or killed. `generate` runs a prompt through `pallas_scan.scan` and each further token
-through `pallas_scan.step`; several --prompt are one batch. Nothing is fetched: a checkpoint is a folder with config.json,
-safetensors and tokenizer.json; without the last, and with 256 tokens, a token is a byte.
+`train` goes on where it was stopped or killed. `generate` runs a prompt through `pallas_scan.scan` and each further
+token through `pallas_scan.step`; several --prompt are one batch. Nothing is fetched: a checkpoint is a folder with
+config.json, safetensors and tokenizer.json; without the last, and with 256 tokens, a token is a byte.
 """
 
 from __future__ import annotations

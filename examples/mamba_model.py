@@ -1,8 +1,8 @@
 """Mamba-1, the language model, in plain JAX on `pallas_scan`: the whole sequence by `scan`, one token by `step`.
 
     x = embedding(token)
-    x = x + mixer(rms_norm(x))              a layer:  u, z = in_proj(x);  u = silu(conv(u))
-    logits = rms_norm(x) @ head                       delta, B, C = x_proj(u);  out_proj(scan(u, delta, A, B, C, D, z=z))
+    x = x + mixer(rms_norm(x))      a layer: u, z = in_proj(x);  u = silu(conv(u));  delta, B, C = x_proj(u)
+    logits = rms_norm(x) @ head              mixer = out_proj(scan(u, dt_proj(delta), A, B, C, D, z=z))
 
 Parameters are a dict under the names that Hugging Face's checkpoints use; those of a layer are stacked, (layers, ...),
 and `lax.scan` runs over them, so that compiling takes as long for 64 layers as for one. Weights of linear maps are
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from pallas_scan import scan, step
 
 Params = dict[str, Any]
-# Kept in float32 whatever the rest is in: the recurrence is in float32, and rounding these would change its time scales.
+# In float32 whatever the rest is in, as the recurrence is: rounded, they would change its time scales.
 FLOAT32 = ("mixer.A_log", "mixer.D", "mixer.dt_proj.bias")
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -59,10 +58,8 @@ class Run:
         self.out, self.config, self.settings = out, config, settings
         split = len(text) - int(HELD_OUT * len(text))
         self.parts = {"train": np.frombuffer(text[:split], np.uint8), "held out": np.frombuffer(text[split:], np.uint8)}
-        if (shortest := min(len(part) for part in self.parts.values())) <= settings.seq:
-            raise ValueError(
-                f"got a text whose held-out part has {shortest} bytes, expected more than seq {settings.seq}"
-            )
+        if (shortest := min(map(len, self.parts.values()))) <= settings.seq:
+            raise ValueError(f"got a text with a part of {shortest} bytes, expected more than seq {settings.seq}")
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, settings.learning_rate, min(50, settings.steps // 10), settings.steps, 0.1 * settings.learning_rate
         )
@@ -135,12 +132,11 @@ class Run:
                 self.history.loss.append(float(loss))
                 progress.update(task, completed=self.step, loss=f"loss {self.history.loss[-1]:.3f}")
                 if self.step % every == 0 or self.step == self.settings.steps:
-                    self.history.validation.append((self.step, self.validate()))
-                    self.history.samples.append((self.step, sample(self.params)))
-                    progress.console.print(
-                        f"[bold]after {self.step} steps: {self.history.validation[-1][1]:.3f} held out"
-                    )
-                    progress.console.print(self.history.samples[-1][1], markup=False, highlight=False)
+                    validation, text = self.validate(), sample(self.params)
+                    self.history.validation.append((self.step, validation))
+                    self.history.samples.append((self.step, text))
+                    progress.console.print(f"[bold]after {self.step} steps: held-out loss {validation:.3f}")
+                    progress.console.print(text, markup=False, highlight=False)
                     self.save()
             if stopped and self.checkpoints.latest_step() != self.step > 0:
                 self.save()
