@@ -1,4 +1,4 @@
-"""Every difference between the jax versions we support, in one place (tested with 0.10.2 and 0.11.2)."""
+"""Every difference between the jax versions we support, in one place (tested with 0.10.2, 0.11.2 and 0.12.0.1)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 The CPU is eight devices, for the tests of sharding; the others use the first. Without a GPU triton_ref runs in Triton's
 interpreter.
 
-With `--record=FILE` a run leaves its counts, versions and the worst relative error of each tensor in FILE.
+With `--record=FILE` a run leaves its counts, versions and the worst relative error of each tensor in FILE; with
+`--every=4` it takes a quarter of each test's parameters.
 """
 
 import collections
@@ -25,7 +26,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
+    parser.addoption("--every", type=int, default=1, help="of a test's parameters, run every so manieth, the first too")
     parser.addoption("--record", default=None, help="write counts, versions and worst errors to this JSON file")
+
+
+def pytest_collection_modifyitems(config, items):
+    if (every := config.getoption("--every")) > 1:
+        seen = collections.Counter()
+        for item in items[:]:
+            key = item.nodeid.partition("[")[0]
+            if seen[key] % every:
+                items.remove(item)
+            seen[key] += 1
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The benchmark tool as a user runs it: a complete file or the old one, and usage errors."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 
 import pytest
+from absl import flags
 
 from tools import recording
 
@@ -77,6 +79,30 @@ def test_torch_s_implementation_is_measured_beside_the_others(tmp_path):
     for mode in ("fwd", "fwd_bwd"):
         assert rows["triton_ref", mode]["rel_err_vs_scan"] < 1e-5 and rows["triton_ref", mode]["median_ms"] > 0
         assert rows["triton_ref", mode]["xla_out_mb"] == rows["scan", mode]["xla_out_mb"]
+
+
+def test_one_without_memory_is_recorded_as_such_and_the_others_are_measured(import_tool, monkeypatch):
+    tool = import_tool("benchmark")
+    flags.FLAGS(["benchmark", "--shapes=1x32x8x4", "--implementations=scan,assoc", "--modes=fwd"])
+    asked = []
+
+    def enough_at_first():
+        asked.append(None)
+        return math.inf if len(asked) == 1 else 0.0
+
+    monkeypatch.setattr(tool, "available_bytes", enough_at_first)
+    ((cell, programs),) = tool.compiled(tool.plan([(1, 32, 8, 4)]), 1)
+    scan, assoc = tool.measure_cell(cell, programs, samples=1, seconds=0.0, seed=0)
+    assert scan["median_ms"] > 0 and "error" not in scan
+    assert assoc["median_ms"] is None and assoc["error"].startswith("out of memory")
+    assert assoc["xla_temp_mb"] > 0 and "rel_err_vs_scan" not in assoc
+    assert "no memory" in tool.table([scan, assoc], [scan, assoc]).columns[4].cells
+
+
+def test_an_error_other_than_memory_is_not_hidden(import_tool):
+    tool = import_tool("benchmark")
+    assert tool._is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes"))
+    assert not tool._is_out_of_memory(RuntimeError("INTERNAL: illegal memory access"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@
     python -m tools.benchmark --preset=gpu --dtypes=float32,bfloat16    # every cell of a GPU's table
 
 A cell is one shape in one dtype and mode. Its implementations take turns, sample by sample, so that a change in the
-machine's speed reaches all of them; times are medians of samples, a sample being the mean of `inner` calls.
+machine's speed reaches all of them; times are medians of samples, a sample being the mean of `inner` calls. One that
+runs out of memory has an `error` and no times.
 
 On a GPU `median_ms` is the host's time and `kernel_ms` the kernels' own, from the profiler, on inputs that rotate
 through more memory than the L2 cache. `floor_ms` is tools/roofline.py's. Programs are compiled several at once, so
@@ -20,7 +21,9 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import math
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -59,7 +62,7 @@ _PRESETS = {
 }
 # The longest seq of an implementation in a preset: associative_scan keeps gigabytes and needs seconds a call beyond,
 # and a plain lax.scan launches kernels for every step.
-_LIMITS = {"seed": {"assoc": 2048}, "gpu": {"assoc": 2048, "scan": 8192}}
+_LIMITS = {"seed": {"assoc": 2048, "mambapy": 2048}, "gpu": {"assoc": 2048, "scan": 8192}}
 REFERENCE_LIMIT = 8192  # seq beyond which scan, when it was not asked for, is too slow to compare with
 # Those whose kernels are profiled: the others launch too many.
 _PROFILED = ("assoc", "pallas", *torch_program.NAMES)
@@ -69,8 +72,8 @@ _SHAPES = flags.DEFINE_list("shapes", None, "Shapes, batch x seq x dim x state: 
 _IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations",
     None,
-    f"Any of {', '.join(IMPLEMENTATIONS)}; by default scan, assoc and, on a CPU, chunked, on a GPU pallas and those of "
-    f"{', '.join(torch_program.NAMES)} that can be imported.",
+    f"Any of {', '.join(IMPLEMENTATIONS)}; by default scan, assoc, on a CPU chunked and mambapy, on a GPU pallas and "
+    f"{', '.join(torch_program.NAMES)}, as far as they can be imported.",
 )
 _MODES = flags.DEFINE_list("modes", list(MODES), f"Any of {', '.join(MODES)}.")
 _DTYPES = flags.DEFINE_list("dtypes", ["float32"], f"dtypes of u, delta, B and C: any of {', '.join(DTYPES)}.")
@@ -127,15 +130,24 @@ class Candidate:
     arguments: Any = None
     inner: int = 1
     seconds: list[float] = dataclasses.field(default_factory=list)
+    error: str | None = None  # why it did not run
 
     def call(self) -> Any:
-        return self.program(self.arguments)
+        """
+        Raises:
+          MemoryError: a CPU lacks the memory; the kernel would end the process, and not tell.
+        """
+        if not isinstance(self.program, TorchProgram) and not _compat.gpu_backend():
+            needed, free = self.bytes_used()[0], available_bytes()
+            if needed > free:
+                raise MemoryError(f"out of memory: {needed / 1e9:.1f} GB of temporaries, {free / 1e9:.1f} GB free")
+        return jax.block_until_ready(self.program(self.arguments))
 
     def sample(self) -> None:
         torch = isinstance(self.program, TorchProgram)
         start = time.perf_counter()
         for _ in range(self.inner):
-            result = self.program.launch(self.arguments) if torch else self.call()
+            result = (self.program.launch if torch else self.program)(self.arguments)
         if torch:
             self.program.synchronize()
         else:
@@ -153,6 +165,24 @@ class Candidate:
             return self.program.bytes_used(self.arguments)
         memory = self.program.memory_analysis()
         return memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+
+
+def available_bytes() -> float:
+    """Memory that a new allocation can have without swapping; infinite where the system does not say."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return math.inf if kibibytes is None else 1024.0 * float(kibibytes)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """What XLA and torch raise for it has no type in common."""
+    told = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in told for words in ("resource_exhausted", "out of memory", "can't allocate memory")
+    )
 
 
 def function(implementation: str, mode: str) -> Callable[[dict[str, jax.Array]], Any]:
@@ -205,7 +235,13 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
     for candidate in programs:
         candidate.arguments = arguments
         start = time.perf_counter()
-        result = jax.block_until_ready(candidate.call())
+        try:
+            result = candidate.call()
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            candidate.error = str(error).splitlines()[0]
+            continue
         if isinstance(candidate.program, TorchProgram):
             candidate.compile_s = time.perf_counter() - start
         if candidate.name == "scan":
@@ -216,7 +252,8 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
         if candidate.name in cell.implementations:
             candidate.warm_up()
     del want
-    candidates = [c for c in programs if c.name in cell.implementations]
+    chosen = [c for c in programs if c.name in cell.implementations]
+    candidates = [c for c in chosen if c.error is None]
     start = time.perf_counter()
     for taken in range(samples):
         if taken >= 3 and time.perf_counter() - start > seconds:
@@ -224,9 +261,11 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
         for candidate in candidates:
             candidate.sample()
     rows = []
-    for candidate in candidates:
-        q1, median, q3 = np.quantile(np.array(candidate.seconds) * 1e3, (0.25, 0.5, 0.75))
-        temporary, given, returned = candidate.bytes_used()
+    for candidate in chosen:
+        quartiles = np.quantile(np.array(candidate.seconds) * 1e3, (0.25, 0.5, 0.75)) if candidate.seconds else ()
+        q1, median, q3 = map(float, quartiles) if candidate.error is None else (None, None, None)
+        torch_failed = candidate.error is not None and isinstance(candidate.program, TorchProgram)
+        temporary, given, returned = (0, 0, 0) if torch_failed else candidate.bytes_used()
         row: dict[str, Any] = {
             "impl": candidate.name,
             "mode": cell.mode,
@@ -237,15 +276,17 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
             "xla_out_mb": round(returned / MEBIBYTE, 2),
             "compile_s": candidate.compile_s,
             "inner": candidate.inner,
-            "median_ms": float(median),
-            "q1_ms": float(q1),
-            "q3_ms": float(q3),
+            "median_ms": median,
+            "q1_ms": q1,
+            "q3_ms": q3,
         }
+        if candidate.error is not None:
+            row["error"] = candidate.error
         if candidate.name in errors:
             row["rel_err_vs_scan"] = errors[candidate.name]
         rows.append(row)
     if _compat.gpu_backend():
-        _add_kernel_times(cell, candidates, rows)
+        _add_kernel_times(cell, candidates, [row for row in rows if "error" not in row])
     return rows
 
 
@@ -297,7 +338,7 @@ def table(results: list[dict[str, Any]], other: list[dict[str, Any]] | None = No
         cells = [" x ".join(str(v) for v in row["shape"].values()), row["dtype"], row["mode"]] if fresh else [""] * 3
         cells += [
             row["impl"],
-            f"{row['median_ms']:.3f}" if on_gpu else f"{row['median_ms']:.1f}",
+            "no memory" if "error" in row else f"{row['median_ms']:.3f}" if on_gpu else f"{row['median_ms']:.1f}",
             _ratio(base, row, "median_ms"),
             f"{row['xla_temp_mb']:.2f}",
             _ratio(base, row, "xla_temp_mb"),
@@ -307,12 +348,12 @@ def table(results: list[dict[str, Any]], other: list[dict[str, Any]] | None = No
         if on_gpu:
             profiled = "kernel_ms" in row
             cells += [f"{row['kernel_ms']:.4f}", f"{row['x_floor']:.2f}"] if profiled else ["", ""]
-            cells.append(f"{row['peak_mb']:.1f}")
+            cells.append(f"{row['peak_mb']:.1f}" if "peak_mb" in row else "")
         if other is not None:
             match = theirs.get(key(row))
             their_base = theirs.get((*key(row)[:-1], "scan"))
             cells += [
-                f"{match['median_ms']:.1f}" if match else "",
+                f"{match['median_ms']:.1f}" if match and match["median_ms"] else "",
                 _ratio(match, row, "median_ms"),
                 f"{match['xla_temp_mb']:.2f}" if match else "",
                 _ratio(their_base, match, "median_ms"),
@@ -322,13 +363,13 @@ def table(results: list[dict[str, Any]], other: list[dict[str, Any]] | None = No
 
 
 def _ratio(base: dict[str, Any] | None, row: dict[str, Any] | None, key: str) -> str:
-    return f"{base[key] / row[key]:.2f}" if base and row and row[key] else ""
+    return f"{base[key] / row[key]:.2f}" if base and row and base[key] and row[key] else ""
 
 
 def plan(shapes: list[inputs.Shape]) -> list[Cell]:
     names = _IMPLEMENTATIONS.value
     if names is None:
-        names = ["scan", "assoc", "chunked"]
+        names = ["scan", "assoc", "chunked", *filter(torch_program.importable, ["mambapy"])]
         if _compat.gpu_backend():
             names = ["scan", "assoc", "pallas", *filter(torch_program.importable, torch_program.NAMES)]
     limits = _LIMITS.get(_PRESET.value, {}) if _SHAPES.value is None else {}

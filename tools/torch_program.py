@@ -1,4 +1,4 @@
-"""PyTorch's implementations for the benchmark: triton_ref, and mamba_ssm where it is installed.
+"""PyTorch's implementations for the benchmark: triton_ref, and mamba_ssm and mamba.py where they are installed.
 
 They take and return the JAX arrays of the benchmark's other programs, without copies.
 """
@@ -14,13 +14,18 @@ import jax
 
 from tools.kernel_time import KernelTime
 
-NAMES = ("triton_ref", "mamba_ssm")
+# Each with what has to be importable; mambapy is mamba.py's package.
+NEEDED = {
+    "triton_ref": ("torch", "triton"),
+    "mamba_ssm": ("torch", "selective_scan_cuda"),
+    "mambapy": ("torch", "mambapy"),
+}
+NAMES = tuple(NEEDED)
 WINDOW = 20  # calls between two events
 
 
 def importable(name: str) -> bool:
-    needed = ("torch", "triton") if name == "triton_ref" else ("torch", "selective_scan_cuda")
-    return all(importlib.util.find_spec(module) for module in needed)
+    return all(importlib.util.find_spec(module) for module in NEEDED[name])
 
 
 class TorchProgram:
@@ -68,9 +73,18 @@ class TorchProgram:
             from triton_ref import selective_scan
 
             return selective_scan(**inputs)
+        if self.name == "mambapy":
+            return self._mambapy(**inputs)
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
         return selective_scan_fn(*(inputs[name] for name in ("u", "delta", "A", "B", "C", "D")))
+
+    def _mambapy(self, u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any) -> Any:
+        """mamba.py has the recurrence alone: its operands and its result are (batch, seq, dim, state)."""
+        from mambapy.pscan import pscan
+
+        states = pscan((delta[..., None] * A).exp(), (delta * u)[..., None] * B[:, :, None])
+        return (self.torch.einsum("bldn,bln->bld", states, C.to(states.dtype)) + D * u).to(u.dtype)
 
     def bytes_used(self, arguments: dict[str, jax.Array]) -> tuple[int, int, int]:
         """Temporary, argument and result bytes of a call; on a CPU, where torch does not count, temporaries are 0."""
