@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +40,18 @@ def lowering_for_gpu() -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     device = AbstractDevice("NVIDIA A10", None, "cuda")  # the sm_86 card in jax's table
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+_WARNINGS = threading.RLock()  # a thread that lowers must not restore the filters under another
+
+
+@contextlib.contextmanager
+def without_deprecation_of_triton():
+    """From 0.11 every lowering of a kernel warns that Pallas's Triton backend is deprecated: what we know, and users
+    cannot change."""
+    with _WARNINGS, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        yield
 
 
 # --- what JAX's types say of meshes ---

@@ -171,7 +171,7 @@ def _define(name: str, form: Callable, abstract: Callable, gpu_form: Callable | 
             # Elsewhere there is nothing to cut; or, with axes left to jit by a shard_map over others, which
             # custom_partitioning does not know, XLA cuts what it can look into.
             form = partitioned if _compat.partitioned_by_xla(ctx) else of
-            with _compat.untyped():
+            with _compat.untyped(), _compat.without_deprecation_of_triton():
                 return mlir.lower_fun(form, multiple_results=True)(ctx.replace(avals_in=bare), *arrays, **params)
 
         return rule

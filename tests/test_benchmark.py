@@ -127,9 +127,13 @@ def test_an_interrupt_leaves_the_old_file(tmp_path):
     out.write_text("old")
     command = [sys.executable, "-m", "tools.benchmark", "--preset=seed", f"--out={out}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(8)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    try:
+        assert any(line.endswith(f"to be written to {out}\n") for line in process.stderr)
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "nothing was overwritten" in stderr
     assert out.read_text() == "old" and os.listdir(tmp_path) == ["b.json"]
 

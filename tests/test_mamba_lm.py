@@ -18,7 +18,7 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("tokenizers")
 
-from examples import hf_checkpoint, mamba_lm, mamba_model
+from examples import generation, hf_checkpoint, mamba_model
 
 # (model, config): the state-spaces family, FalconMamba, and every option that changes the parameters.
 MODELS = [
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_transformers_with_left_padding(both):
         torch.tensor(tokens * mask).long(), attention_mask=torch.tensor(mask).long(), max_new_tokens=24, do_sample=False
     )[:, 9:].numpy()
     prompts = [row[pad:].tolist() for row, pad in zip(tokens, PADDING, strict=True)]
-    got = np.stack(list(mamba_lm.generate(params, config, prompts, 24)), axis=1)
+    got = np.stack(list(generation.generate(params, config, prompts, 24)), axis=1)
     for ours, row in zip(got, want, strict=True):
         ends = np.flatnonzero(np.isin(ours, end_tokens))
         length = ends[0] + 1 if ends.size else 24
@@ -147,7 +147,7 @@ def test_top_k_of_one_is_greedy_and_a_seed_draws_the_same():
     params = mamba_model.init(config, jax.random.key(0))
 
     def tokens(**options):
-        return np.stack(list(mamba_lm.generate(params, config, [[1, 2, 3]], 12, **options))).tolist()
+        return np.stack(list(generation.generate(params, config, [[1, 2, 3]], 12, **options))).tolist()
 
     assert tokens(temperature=1.0, top_k=1) == tokens()
     assert tokens(temperature=1.0, seed=1) == tokens(temperature=1.0, seed=1) != tokens(temperature=1.0, seed=2)
@@ -156,7 +156,7 @@ def test_top_k_of_one_is_greedy_and_a_seed_draws_the_same():
 @pytest.mark.parametrize("prompt", [[], [1, 256], [-1]])
 def test_a_prompt_the_model_cannot_read_is_refused(prompt):
     with pytest.raises(ValueError, match=r"got the prompt .* expected one or more tokens in \[0, 256\)"):
-        next(mamba_lm.generate({}, _config(), [prompt], 1))
+        next(generation.generate({}, _config(), [prompt], 1))
 
 
 def _broken(folder, change):

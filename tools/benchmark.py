@@ -24,6 +24,7 @@ import itertools
 import math
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -409,7 +410,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     shapes = [inputs.parse_shape(s) for s in _SHAPES.value] if _SHAPES.value else _PRESETS[_PRESET.value]
     console = Console(width=None if sys.stdout.isatty() else 150)
-    results = run(plan(shapes), Console(stderr=True))
+    cells = plan(shapes)
+    print(f"{len(cells)} cells, to be written to {_OUT.value}", file=sys.stderr, flush=True)
+    results = run(cells, Console(stderr=True))
     record: dict[str, Any] = {
         "device": recording.device_record(),
         "config": {
@@ -426,16 +429,24 @@ def main(argv: list[str]) -> None:
         record["config"]["ceilings"] = dataclasses.asdict(roofline.ceilings())
     other = recording.read_json(_COMPARE.value)["results"] if _COMPARE.value else None
     console.print(table(results, other))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # write_json cleans up behind itself
     recording.write_json(_OUT.value, record)
     console.print(f"wrote {_OUT.value}")
 
 
+def _interrupted(*_: Any) -> None:
+    """At once: a KeyboardInterrupt raised inside a callback of XLA's is lost, and an orderly exit while its threads are
+    at work can crash."""
+    print("interrupted; nothing was overwritten", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
 def command() -> None:
+    signal.signal(signal.SIGINT, _interrupted)
     try:
         app.run(main)
     except KeyboardInterrupt:
-        print("interrupted; nothing was overwritten", file=sys.stderr, flush=True)
-        os._exit(130)  # at once: XLA's threads are still at work, and an orderly exit under them can crash
+        _interrupted()
     except OSError as error:
         sys.exit(f"{error}; nothing was overwritten")
 
