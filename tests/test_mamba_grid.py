@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from absl import app
 
 from tests.mamba_grid import GRID, Margin, limits, margins
 
@@ -53,3 +54,15 @@ def test_tolerances_of_weights_widen_with_a_gate():
     case = next(case for case in GRID if case.dtype == "bfloat16" and not case.z and not case.vary_B)
     np.testing.assert_allclose(limits(case, "dA"), (1e-3, 5e-3))
     np.testing.assert_allclose(limits(case, "dB"), (1e-3, 1e-3))
+
+
+@pytest.mark.parametrize(
+    "kept", ['{"seed": 0}', "[]", "not JSON", '{"seed": 1, "device": {"device_kind": "x", "jax": "0"}}']
+)
+def test_a_file_that_is_not_this_run_s_is_refused_and_left(import_tool, tmp_path, kept):
+    path = tmp_path / "grid.json"
+    path.write_text(kept)
+    tool = import_tool("mamba_grid")
+    with pytest.raises(app.UsageError, match="not counts of this grid"):
+        tool._kept(str(path), 0)
+    assert path.read_text() == kept

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests import mamba_grid
-from tools import recording
+from tools import recording, torch_program
 
 IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas", "triton_ref")
 PIECE = len(mamba_grid.SEQS)  # cases that one worker takes: the lengths of one set of options, which share kernels
@@ -99,12 +99,18 @@ def _kept(path: str, seed: int) -> dict[str, Any]:
     fresh = {"device": device, "seed": seed, "grid": len(mamba_grid.GRID), "implementations": {}}
     if not pathlib.Path(path).exists():
         return fresh
-    kept = recording.read_json(path)
-    for name, got, expected in (
-        ("seed", kept["seed"], seed),
-        ("device_kind", kept["device"]["device_kind"], device["device_kind"]),
-        ("jax", kept["device"]["jax"], device["jax"]),
-    ):
+    try:
+        kept = recording.read_json(path)
+        pairs = (
+            ("seed", kept["seed"], seed),
+            ("device_kind", kept["device"]["device_kind"], device["device_kind"]),
+            ("jax", kept["device"]["jax"], device["jax"]),
+        )
+        for one in kept["implementations"].values():
+            Counts(one)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise app.UsageError(f"--out={path}: not counts of this grid ({error!r}): name another") from error
+    for name, got, expected in pairs:
         if got != expected:
             raise app.UsageError(
                 f"--out={path} holds a run with {name} {got!r}, this one has {expected!r}: name another"
@@ -142,7 +148,10 @@ def table(implementations: dict[str, dict[str, Any]]) -> Table:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got arguments {argv[1:]}, expected flags only")
-    names = _IMPLEMENTATIONS.value or (("pallas", "triton_ref") if jax.default_backend() == "gpu" else ("chunked",))
+    names = _IMPLEMENTATIONS.value
+    if names is None:
+        peers = filter(torch_program.importable, ["triton_ref"])
+        names = ["pallas", *peers] if jax.default_backend() == "gpu" else ["chunked"]
     until = time.monotonic() + 60.0 * _MINUTES.value
     record = _kept(_OUT.value, _SEED.value)
     console = Console()
