@@ -35,11 +35,11 @@ import numpy as np
 from absl import app, flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import pallas_scan
 from pallas_scan import _compat
 from tools import inputs, recording, roofline, torch_program
+from tools.benchmark_table import table
 from tools.errors import relative_errors
 from tools.kernel_time import copies, kernel_times
 from tools.torch_program import TorchProgram
@@ -90,12 +90,12 @@ def _each(allowed: tuple[str, ...]) -> Callable[[list[str]], bool]:
 
 
 def _is_recording(path: str | None) -> bool:
-    if path is None:
-        return True
     try:
-        return isinstance(recording.read_json(path)["results"], list)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise flags.ValidationError(f"{path}: not a recording ({error})") from error
+        if path is not None:
+            recording.read_results(path)
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from error
+    return True
 
 
 flags.register_validator(_IMPLEMENTATIONS, _each(IMPLEMENTATIONS), message=f"expected any of {IMPLEMENTATIONS}")
@@ -160,10 +160,16 @@ class Candidate:
         self.sample()
         self.inner = max(1, int(0.02 / self.seconds.pop()))
 
+    def quartiles_ms(self) -> list[float | None]:
+        """Of the samples; None where it did not run."""
+        if self.error is not None:
+            return [None, None, None]
+        return (np.quantile(self.seconds, (0.25, 0.5, 0.75)) * 1e3).tolist()
+
     def bytes_used(self) -> tuple[int, int, int]:
-        """Of temporaries, arguments and results."""
+        """Of temporaries, arguments and results; torch tells only by running."""
         if isinstance(self.program, TorchProgram):
-            return self.program.bytes_used(self.arguments)
+            return (0, 0, 0) if self.error is not None else self.program.bytes_used(self.arguments)
         memory = self.program.memory_analysis()
         return memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
 
@@ -263,10 +269,8 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
             candidate.sample()
     rows = []
     for candidate in chosen:
-        quartiles = np.quantile(np.array(candidate.seconds) * 1e3, (0.25, 0.5, 0.75)) if candidate.seconds else ()
-        q1, median, q3 = map(float, quartiles) if candidate.error is None else (None, None, None)
-        torch_failed = candidate.error is not None and isinstance(candidate.program, TorchProgram)
-        temporary, given, returned = (0, 0, 0) if torch_failed else candidate.bytes_used()
+        q1, median, q3 = candidate.quartiles_ms()
+        temporary, given, returned = candidate.bytes_used()
         row: dict[str, Any] = {
             "impl": candidate.name,
             "mode": cell.mode,
@@ -309,62 +313,6 @@ def _add_kernel_times(cell: Cell, candidates: list[Candidate], rows: list[dict[s
         row["kernel_ms"], row["kernel_q1_ms"], row["kernel_q3_ms"] = dataclasses.astuple(measured)[:3]
         row["x_floor"] = measured.median_ms / floor
         row["kernels"] = {name: ms for name, ms in measured.by_kernel.items() if ms > 0}
-
-
-def table(results: list[dict[str, Any]], other: list[dict[str, Any]] | None = None) -> Table:
-    """A row an implementation and cell; ratios are scan's figure over the implementation's, so more is better."""
-    view = Table(title="x scan: scan's figure / this one's (more is better)", title_justify="left")
-    on_gpu = any("floor_ms" in row for row in results)
-    left = ["batch x seq x dim x state", "dtype", "mode", "impl"]
-    right = ["ms", "x scan", "temp MB", "x scan", "compile s", "rel. err"]
-    right += ["kernel ms", "x floor", "peak MB"] if on_gpu else []
-    right += ["other's ms", "x other", "other's temp MB", "other's x scan"] if other is not None else []
-    for column in left:
-        view.add_column(column)
-    for column in right:
-        view.add_column(column, justify="right")
-
-    def key(row):  # an older recording has one dtype for all
-        return (*row["shape"].values(), row.get("dtype", "float32"), row["mode"], row["impl"])
-
-    theirs = {key(row): row for row in other or []}
-    ours = {key(row): row for row in results}
-    cell = None
-    for row in results:
-        base = ours.get((*key(row)[:-1], "scan"))
-        if cell not in (None, key(row)[:-1]):
-            view.add_section()
-        fresh, cell = cell != key(row)[:-1], key(row)[:-1]
-        error = row.get("rel_err_vs_scan")
-        cells = [" x ".join(str(v) for v in row["shape"].values()), row["dtype"], row["mode"]] if fresh else [""] * 3
-        cells += [
-            row["impl"],
-            "no memory" if "error" in row else f"{row['median_ms']:.3f}" if on_gpu else f"{row['median_ms']:.1f}",
-            _ratio(base, row, "median_ms"),
-            f"{row['xla_temp_mb']:.2f}",
-            _ratio(base, row, "xla_temp_mb"),
-            f"{row['compile_s']:.2f}",
-            f"{error:.1e}" if error is not None else "",
-        ]
-        if on_gpu:
-            profiled = "kernel_ms" in row
-            cells += [f"{row['kernel_ms']:.4f}", f"{row['x_floor']:.2f}"] if profiled else ["", ""]
-            cells.append(f"{row['peak_mb']:.1f}" if "peak_mb" in row else "")
-        if other is not None:
-            match = theirs.get(key(row))
-            their_base = theirs.get((*key(row)[:-1], "scan"))
-            cells += [
-                f"{match['median_ms']:.1f}" if match and match["median_ms"] else "",
-                _ratio(match, row, "median_ms"),
-                f"{match['xla_temp_mb']:.2f}" if match else "",
-                _ratio(their_base, match, "median_ms"),
-            ]
-        view.add_row(*cells)
-    return view
-
-
-def _ratio(base: dict[str, Any] | None, row: dict[str, Any] | None, key: str) -> str:
-    return f"{base[key] / row[key]:.2f}" if base and row and base[key] and row[key] else ""
 
 
 def plan(shapes: list[inputs.Shape]) -> list[Cell]:
@@ -427,7 +375,7 @@ def main(argv: list[str]) -> None:
     }
     if _compat.gpu_backend():
         record["config"]["ceilings"] = dataclasses.asdict(roofline.ceilings())
-    other = recording.read_json(_COMPARE.value)["results"] if _COMPARE.value else None
+    other = recording.read_results(_COMPARE.value) if _COMPARE.value else None
     console.print(table(results, other))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # write_json cleans up behind itself
     recording.write_json(_OUT.value, record)

@@ -35,16 +35,25 @@ def operands(shape: Shape, dtype: str = "float32", seed: int = 0) -> Operands:
     return Operands(u=given["u"], delta=given["delta"], **parameters, **matrices)
 
 
+def parse_sizes(text: str, axes: tuple[str, ...], example: str) -> tuple[int, ...]:
+    """'4x512' -> (4, 512), a size for each of the axes.
+
+    Raises:
+      ValueError: text is not as many positive integers.
+    """
+    parts = text.split("x")
+    if len(parts) != len(axes) or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"got {text!r}, expected {' x '.join(axes)}, such as {example}")
+    return tuple(map(int, parts))
+
+
 def parse_shape(text: str) -> Shape:
     """'4x512x256x16' -> (batch, seq, dim, state).
 
     Raises:
       ValueError: text is not four positive integers.
     """
-    parts = text.split("x")
-    if len(parts) != 4 or not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise ValueError(f"got {text!r}, expected batch x seq x dim x state, such as 4x512x256x16")
-    batch, seq, dim, state = map(int, parts)
+    batch, seq, dim, state = parse_sizes(text, ("batch", "seq", "dim", "state"), "4x512x256x16")
     return batch, seq, dim, state
 
 

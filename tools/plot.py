@@ -16,7 +16,7 @@ from absl import app, flags
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools import recording
+from tools import inputs, recording
 
 _RECORDINGS = flags.DEFINE_list(
     "recordings", ["results/nvidia-h200.json", "results/nvidia-h200-peers.json"], "Recordings, drawn into one picture."
@@ -49,14 +49,7 @@ def size_of(row: dict[str, Any]) -> Size:
 
 
 def parse_size(text: str) -> Size:
-    """
-    Raises:
-      ValueError: text is not three positive integers.
-    """
-    parts = text.split("x")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"got --size={text}, expected batch x dim x state, such as 1x1024x16")
-    batch, dim, state = map(int, parts)
+    batch, dim, state = inputs.parse_sizes(text, ("batch", "dim", "state"), "1x1024x16")
     return batch, dim, state
 
 
@@ -126,13 +119,13 @@ def main(argv: list[str]) -> None:
     rows = []
     for path in _RECORDINGS.value:
         try:
-            rows += [{"dtype": "float32"} | row for row in recording.read_json(path)["results"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise app.UsageError(f"--recordings={path}: not a recording ({error})") from error
+            rows += recording.read_results(path)
+        except ValueError as error:
+            raise app.UsageError(f"--recordings={error}") from error
     try:
         size = longest_series(rows) if _SIZE.value is None else parse_size(_SIZE.value)
     except ValueError as error:
-        raise app.UsageError(str(error)) from error
+        raise app.UsageError(f"--size: {error}") from error
     if size not in map(size_of, rows):
         raise app.UsageError(
             f"got --size={_SIZE.value}, expected one that is recorded: {sorted(set(map(size_of, rows)))}"

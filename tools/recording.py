@@ -74,3 +74,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
       ValueError: path is not JSON.
     """
     return json.loads(pathlib.Path(path).read_text())
+
+
+def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a recording of tools.benchmark; older ones have one dtype for all, which they do not name.
+
+    Raises:
+      ValueError: path cannot be read, or is not a recording.
+    """
+    try:
+        return [{"dtype": "float32"} | row for row in read_json(path)["results"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a recording ({error})") from error
