@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -29,7 +30,12 @@ Scan = Callable[[Operands, Options], tuple[Array, Array]]
 
 def scan(local: Scan, ops: Operands, options: Options) -> tuple[Array, Array]:
     """`local`, a scan of one device, over the whole sequence. Returns out and the state after this device's part."""
-    return local(*own_part(local, ops, options))
+    def whole(ops: Operands) -> tuple[Array, Array]:
+        return local(*own_part(local, ops, options))
+
+    # jaxlib 0.11.2 crashes on a `shard_map` of more than 64 operands some of which come to be unused, and
+    # `associative_scan` leaves its gradient more than that.
+    return jax.checkpoint(whole)(ops)
 
 
 def own_part(local: Scan, ops: Operands, options: Options) -> tuple[Operands, Options]:
