@@ -30,6 +30,7 @@ Scan = Callable[[Operands, Options], tuple[Array, Array]]
 
 def scan(local: Scan, ops: Operands, options: Options) -> tuple[Array, Array]:
     """`local`, a scan of one device, over the whole sequence. Returns out and the state after this device's part."""
+
     def whole(ops: Operands) -> tuple[Array, Array]:
         return local(*own_part(local, ops, options))
 
