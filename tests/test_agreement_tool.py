@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -48,6 +49,31 @@ def test_one_that_disagrees_is_named_with_the_command_that_shows_it(tmp_path, mo
     assert "scan disagrees in case plain: dA (float32)" in message and "out (" not in message
     assert "python -m tools.agreement --cases=plain --implementations=scan --seed=5" in message
     assert [one["tensor"] for one in json.loads((tmp_path / "a.json").read_text())["disagreements"]] == ["dA"]
+
+
+def test_mamba_ssm_is_compared_in_its_own_layout_and_without_the_options_it_lacks(monkeypatch, import_tool):
+    """The function that stands in for it has its signature."""
+    from triton_ref import selective_scan_fn
+
+    tool = import_tool("agreement")
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.selective_scan_interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[name].selective_scan_fn = selective_scan_fn
+    names = ["softplus", "gate", "groups_differ", "fixed_B", "initial_state", "reverse", "segments", "bfloat16_fixed"]
+    found = [errors for errors in tool.compared(names, ["mamba_ssm"], 0) if errors]
+    assert [errors[0].case for errors in found] == names[:4]
+    assert all(one.agrees for errors in found for one in errors)
+    assert {one.tensor for one in found[0]} == {
+        "out",
+        "final_state",
+        "du",
+        "ddelta",
+        "dA",
+        "dB",
+        "dC",
+        "dD",
+        "ddelta_bias",
+    }
 
 
 def test_an_unknown_case_is_a_usage_error():

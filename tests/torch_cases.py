@@ -1,4 +1,4 @@
-"""tests/cases.py's cases for triton_ref: its errors against the float64 loop, on the GPU if there is one."""
+"""tests/cases.py's cases for triton_ref and mamba_ssm: errors against the float64 loop, on the GPU if there is one."""
 
 from __future__ import annotations
 
@@ -48,6 +48,30 @@ def errors(case: Case, arguments: dict[str, torch.Tensor] | None = None, *, seed
     for name, grad in zip(names, grads, strict=True):
         assert grad.dtype == given[name].dtype and grad.shape == given[name].shape
         pairs[f"d{name}"] = grad, want[name]
+    return {k: float64.relative_error(as_numpy(got), wanted) for k, (got, wanted) in pairs.items()}
+
+
+def mamba_ssm_takes(case: Case) -> bool:
+    """Whether mamba_ssm's function has the case's options; matrices that do not vary it takes in float32 alone."""
+    fixed = "fixed" in (case.B, case.C)
+    missing = case.initial or case.segments or case.reverse or case.matrix_dtype or case.batch == 0
+    return not missing and not (fixed and case.dtype != "float32")
+
+
+def mamba_ssm_errors(case: Case, *, seed: int = 0) -> dict[str, float]:
+    """The same of mamba_ssm's function, in its layout. Its final state has no gradient."""
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    leaves = tensors(case, seed)
+    timed = ("u", "delta", "z", *(name for name in ("B", "C") if getattr(case, name) != "fixed"))
+    given = {k: v.movedim(1, -1).contiguous() if k in timed else v for k, v in leaves.items()}
+    dout, dfinal = cotangents(case, seed)
+    out, final = selective_scan_fn(**given, delta_softplus=case.softplus, return_last_state=True)
+    out = out.transpose(1, 2)
+    grads = torch.autograd.grad(out, list(leaves.values()), as_torch(dout))
+    want_out, want_final, want = float64.scan(draw(case, seed), dout=dout, dfinal=0 * dfinal, **case.options)
+    pairs = {"out": (out, want_out), "final_state": (final, want_final)}
+    pairs |= {f"d{name}": (grad, want[name]) for name, grad in zip(leaves, grads, strict=True)}
     return {k: float64.relative_error(as_numpy(got), wanted) for k, (got, wanted) in pairs.items()}
 
 

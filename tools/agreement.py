@@ -4,7 +4,7 @@
     python -m tools.agreement --cases=everything --implementations=pallas --seed=3
 
 Exits with 1 where one disagrees, naming the case and the command that reproduces it. Without a GPU "pallas" and
-"triton_ref" run in their interpreters.
+"triton_ref" run in their interpreters. mamba_ssm is among them where it is built, in the cases whose options it has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tests import cases, test_agreement
 from tools import recording
 
 JAX_IMPLEMENTATIONS = test_agreement.IMPLEMENTATIONS
-PRESENT = (*JAX_IMPLEMENTATIONS, *(["triton_ref"] if all(map(importlib.util.find_spec, ("torch", "triton"))) else []))
+NEEDED = {"triton_ref": ("torch", "triton"), "mamba_ssm": ("torch", "mamba_ssm", "selective_scan_cuda")}
+PRESENT = (*JAX_IMPLEMENTATIONS, *(name for name, of in NEEDED.items() if all(map(importlib.util.find_spec, of))))
 GRID = {case.name: case for case in cases.CASES}
 
 _CASES = flags.DEFINE_list("cases", list(GRID), "Names of cases in tests/cases.py.")
@@ -60,17 +61,23 @@ class Found(NamedTuple):
         return self.error <= self.tolerance
 
 
+def errors_of(implementation: str, case: cases.Case, seed: int) -> dict[str, float]:
+    """By tensor; none where it has not the case's options."""
+    if implementation in JAX_IMPLEMENTATIONS:
+        return test_agreement.errors(case, implementation, seed=seed)
+    from tests import torch_cases
+
+    if implementation == "triton_ref":
+        return torch_cases.errors(case, seed=seed)
+    return torch_cases.mamba_ssm_errors(case, seed=seed) if torch_cases.mamba_ssm_takes(case) else {}
+
+
 def compared(names: list[str], implementations: list[str], seed: int) -> Iterator[list[Found]]:
     """The errors of one case and implementation after another."""
     for name in names:
         case = GRID[name]
         for implementation in implementations:
-            if implementation in JAX_IMPLEMENTATIONS:
-                errors = test_agreement.errors(case, implementation, seed=seed)
-            else:
-                from tests import torch_cases
-
-                errors = torch_cases.errors(case, seed=seed)
+            errors = errors_of(implementation, case, seed)
             yield [
                 Found(
                     implementation,
@@ -123,7 +130,7 @@ def main(argv: list[str]) -> None:
         task = progress.add_task("comparing", total=len(names) * len(implementations))
         for errors in compared(names, implementations, seed):
             found += errors
-            progress.update(task, advance=1, description=f"{errors[0].case} {errors[0].implementation}")
+            progress.update(task, advance=1, description=errors[0].case if errors else "comparing")
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table(found, implementations))
     record: dict[str, Any] = {

@@ -21,7 +21,7 @@ NEEDED = {
     "mambapy": ("torch", "mambapy"),
 }
 NAMES = tuple(NEEDED)
-WINDOW = 20  # calls between two events
+WINDOW = 20  # calls a graph
 
 
 def importable(name: str) -> bool:
@@ -101,33 +101,35 @@ class TorchProgram:
         return self.torch.cuda.max_memory_allocated() - before - returned, given, returned
 
     def kernel_time(self, rotation: Sequence[dict[str, jax.Array]], *, windows: int = 5) -> KernelTime:
-        """By events around replays of CUDA graphs, one for each of `rotation`: kernels and the gaps between them,
-        without the host."""
+        """By events around the replay of one CUDA graph of WINDOW calls, which take turns in `rotation`: kernels and
+        the gaps between them, without the host."""
         cuda = self.torch.cuda
-        graphs = [self._captured(arguments) for arguments in rotation[:WINDOW]]
+        turns = [rotation[i % len(rotation)] for i in range(WINDOW)]
+        graph = self._captured(turns)
         times = []
         for _ in range(windows):
             start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-            graphs[-1].replay()  # keeps the device busy while the next are queued
+            graph.replay()  # keeps the device busy while the next is queued
             start.record()
-            for i in range(WINDOW):
-                graphs[i % len(graphs)].replay()
+            graph.replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / WINDOW)
-        del graphs
+        del graph
         cuda.empty_cache()  # for JAX's allocator
         q1, median, q3 = statistics.quantiles(times, n=4)
         return KernelTime(median, q1, q3, {})
 
-    def _captured(self, arguments: dict[str, jax.Array]) -> Any:
+    def _captured(self, turns: Sequence[dict[str, jax.Array]]) -> Any:
         cuda = self.torch.cuda
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
         with cuda.stream(side):  # what a first call compiles and allocates may not be in a graph
-            self.launch(arguments)
+            for arguments in {id(x): x for x in turns}.values():
+                self.launch(arguments)
         cuda.current_stream().wait_stream(side)
         graph = cuda.CUDAGraph()
         with cuda.graph(graph):
-            self.launch(arguments)
+            for arguments in turns:
+                self.launch(arguments)
         return graph

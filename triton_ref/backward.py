@@ -14,6 +14,7 @@ import triton.language as tl
 
 from triton_ref.tile import (
     LOG2_E,
+    await_previous,
     channel_block,
     coordinates,
     exp2,
@@ -22,6 +23,7 @@ from triton_ref.tile import (
     load,
     matrix_at,
     narrowed,
+    next_may_start,
     sigmoid,
     state_passes,
     step_size,
@@ -39,18 +41,15 @@ def backward_summaries(
     N: tl.constexpr, S: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_IDS: tl.constexpr,
     C_FIXED: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    next_may_start(CHAINED)
     block, segment, batch = coordinates(blocks, segments)
     channels, exists, group = channel_block(block, width, CHANNELS, WIDE)
     states = tl.arange(0, S)
     tile_mask = (states < N)[:, None] & exists[None, :]
     TILE_MASKED: tl.constexpr = MASKED or S != N
 
-    rates = load(A + states[:, None] * A_n + channels[None, :] * A_d, tile_mask, TILE_MASKED) * LOG2_E
-    fixed = rates
-    if C_FIXED:
-        fixed = load(C + states[:, None] * C_n + channels[None, :] * C_g, tile_mask, TILE_MASKED).to(tl.float32)
     offset = channels.to(tl.float32)
     if HAS_BIAS:
         offset = load(bias + channels, exists, MASKED)
@@ -70,6 +69,11 @@ def backward_summaries(
     ahead = ahead + vectors(dout, dout_t, channels * dout_d, exists, last, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
     if HAS_Z:
         ahead = ahead + vectors(z, z_t, channels * z_d, exists, last, seq, CHUNK, REVERSE, RAGGED, MASKED, WIDE)
+    await_previous(CHAINED)
+    rates = load(A + states[:, None] * A_n + channels[None, :] * A_d, tile_mask, TILE_MASKED) * LOG2_E
+    fixed = rates
+    if C_FIXED:
+        fixed = load(C + states[:, None] * C_n + channels[None, :] * C_g, tile_mask, TILE_MASKED).to(tl.float32)
     for back in range(chunks):
         chunk = chunks - 1 - back
         first = start + chunk * CHUNK
@@ -118,7 +122,7 @@ def backward_scan(
     REVERSE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_START: tl.constexpr, HAS_INITIAL: tl.constexpr, B_FIXED: tl.constexpr,
     C_FIXED: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    KEEP_DECAYS: tl.constexpr, FAST: tl.constexpr, PAIRS: tl.constexpr,
+    KEEP_DECAYS: tl.constexpr, FAST: tl.constexpr, PAIRS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`one` is 1.0, which the compiler does not know: with it decays are computed twice, not kept where that spills."""
     block, segment, batch = coordinates(blocks, segments)
@@ -128,6 +132,7 @@ def backward_scan(
     TILE_MASKED: tl.constexpr = MASKED or S != N
     tile = states[:, None] * dim + channels[None, :]
 
+    await_previous(CHAINED)
     rates = load(A + states[:, None] * A_n + channels[None, :] * A_d, tile_mask, TILE_MASKED) * LOG2_E
     fixed_B = rates
     fixed_C = rates

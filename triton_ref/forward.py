@@ -1,10 +1,12 @@
 """The forward kernels.
 
+    turn                A with channels contiguous, where the tiles are wide
     forward_summaries   each segment from a zero state: the state it ends with, and Σδ (its decay is exp(A Σδ))
     combine             the state that each segment starts from, out of the summaries of those before it
     forward_scan        each segment again, from that state
 
-One segment needs the last of them alone. tile.py explains the constants.
+One segment needs the last of them alone. Each kernel's programs may take their places while the one ahead still runs:
+they load what the caller gave, then wait for it. tile.py explains the constants.
 """
 
 import triton
@@ -12,6 +14,7 @@ import triton.language as tl
 
 from triton_ref.tile import (
     LOG2_E,
+    await_previous,
     channel_block,
     coordinates,
     exp2,
@@ -20,12 +23,23 @@ from triton_ref.tile import (
     load,
     matrix_at,
     narrowed,
+    next_may_start,
     state_passes,
     step_size,
     store,
     time_at,
     vectors,
 )
+
+
+@triton.jit
+def turn(A, turned, A_n, A_d, dim, N: tl.constexpr, S: tl.constexpr, CHANNELS: tl.constexpr, CHAINED: tl.constexpr):
+    next_may_start(CHAINED)
+    channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    states = tl.arange(0, S)
+    mask = (channels < dim)[:, None] & (states < N)[None, :]
+    values = tl.load(A + channels[:, None] * A_d + states[None, :] * A_n, mask=mask)
+    tl.store(turned + states[None, :] * dim + channels[:, None], values, mask=mask)
 
 
 @triton.jit
@@ -36,18 +50,15 @@ def forward_summaries(
     N: tl.constexpr, S: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_IDS: tl.constexpr, B_FIXED: tl.constexpr,
     RAGGED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS_AHEAD: tl.constexpr, FAST: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    next_may_start(CHAINED)
     block, segment, batch = coordinates(blocks, segments)
     channels, exists, group = channel_block(block, width, CHANNELS, WIDE)
     states = tl.arange(0, S)
     tile_mask = (states < N)[:, None] & exists[None, :]
     TILE_MASKED: tl.constexpr = MASKED or S != N
 
-    rates = load(A + states[:, None] * A_n + channels[None, :] * A_d, tile_mask, TILE_MASKED) * LOG2_E
-    fixed = rates
-    if B_FIXED:
-        fixed = load(B + states[:, None] * B_n + channels[None, :] * B_g, tile_mask, TILE_MASKED).to(tl.float32)
     offset = channels.to(tl.float32)
     if HAS_BIAS:
         offset = load(bias + channels, exists, MASKED)
@@ -67,6 +78,11 @@ def forward_summaries(
     )
     if ROWS_AHEAD and not B_FIXED:
         ahead = ahead + vectors(B, B_t, states * B_n, states < N, start, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
+    await_previous(CHAINED)
+    rates = load(A + states[:, None] * A_n + channels[None, :] * A_d, tile_mask, TILE_MASKED) * LOG2_E
+    fixed = rates
+    if B_FIXED:
+        fixed = load(B + states[:, None] * B_n + channels[None, :] * B_g, tile_mask, TILE_MASKED).to(tl.float32)
     for chunk in range(chunks):
         first = start + chunk * CHUNK
         now = ahead
@@ -108,8 +124,11 @@ def combine(
     dim: tl.constexpr, blocks, segments,
     N: tl.constexpr, S: tl.constexpr, CHANNELS: tl.constexpr, TOGETHER: tl.constexpr, BACKWARDS: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_BOUNDARY: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """What each segment starts from, out of the summaries of those before it (behind it, where BACKWARDS)."""
+    next_may_start(CHAINED)
+    await_previous(CHAINED)
     block, _, batch = coordinates(blocks, 1)
     channels, exists, _ = channel_block(block, dim, CHANNELS, WIDE)
     states = tl.arange(0, S)
@@ -149,7 +168,7 @@ def forward_scan(
     REVERSE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_START: tl.constexpr, B_FIXED: tl.constexpr, C_FIXED: tl.constexpr,
     RAGGED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS_AHEAD: tl.constexpr, FAST: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """SAVE = 0 saves no states."""
     block, segment, batch = coordinates(blocks, segments)
@@ -160,23 +179,12 @@ def forward_scan(
     tile = states[:, None] * dim + channels[None, :]
     CARRIED: tl.constexpr = 3 * CHUNK if HAS_Z else 2 * CHUNK
 
-    rates = load(A + states[:, None] * A_n + channels[None, :] * A_d, tile_mask, TILE_MASKED) * LOG2_E
-    fixed_B = rates
-    fixed_C = rates
-    if B_FIXED:
-        fixed_B = load(B + states[:, None] * B_n + channels[None, :] * B_g, tile_mask, TILE_MASKED).to(tl.float32)
-    if C_FIXED:
-        fixed_C = load(C + states[:, None] * C_n + channels[None, :] * C_g, tile_mask, TILE_MASKED).to(tl.float32)
     offset = channels.to(tl.float32)
     skip = offset
     if HAS_BIAS:
         offset = load(bias + channels, exists, MASKED)
     if HAS_D:
         skip = load(D + channels, exists, MASKED)
-    h = tl.zeros((S, CHANNELS), tl.float32)
-    if HAS_START:
-        places = starts + batch * starts_b + segment.to(tl.int64) * starts_s
-        h = load(places + states[:, None] * starts_n + channels[None, :] * starts_d, tile_mask, TILE_MASKED)
     u += batch * u_b
     delta += batch * delta_b
     z += batch * z_b
@@ -197,6 +205,18 @@ def forward_scan(
         ahead = ahead + vectors(B, B_t, states * B_n, states < N, start, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
     if ROWS_AHEAD and not C_FIXED:
         ahead = ahead + vectors(C, C_t, states * C_n, states < N, start, seq, CHUNK, REVERSE, RAGGED, S != N, WIDE)
+    await_previous(CHAINED)
+    rates = load(A + states[:, None] * A_n + channels[None, :] * A_d, tile_mask, TILE_MASKED) * LOG2_E
+    fixed_B = rates
+    fixed_C = rates
+    if B_FIXED:
+        fixed_B = load(B + states[:, None] * B_n + channels[None, :] * B_g, tile_mask, TILE_MASKED).to(tl.float32)
+    if C_FIXED:
+        fixed_C = load(C + states[:, None] * C_n + channels[None, :] * C_g, tile_mask, TILE_MASKED).to(tl.float32)
+    h = tl.zeros((S, CHANNELS), tl.float32)
+    if HAS_START:
+        places = starts + batch * starts_b + segment.to(tl.int64) * starts_s
+        h = load(places + states[:, None] * starts_n + channels[None, :] * starts_d, tile_mask, TILE_MASKED)
     for chunk in range(chunks):
         first = start + chunk * CHUNK
         if SAVE > 0:

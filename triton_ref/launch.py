@@ -98,7 +98,7 @@ def _segment(scan: Scan, channels: int, resident: int) -> int:
     def cost(count: int) -> float:
         steps = -(-seq // (16 * count)) * 16
         waves = -(-rows * -(-seq // steps) // resident)
-        return waves * (steps + 4.0) + count * (0.4 + 2.5 * rows / resident)
+        return waves * (steps + 4.0) + count * (0.1 + 2.5 * rows / resident)
 
     most = max(1, min(seq // 16, 8 * resident // rows))
     return -(-seq // (16 * min(range(1, most + 1), key=cost))) * 16
@@ -126,6 +126,11 @@ def _resident(device: torch.device) -> int:
     return RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _chains(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one ahead of it has ended."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 # --- launches ---
 
 
@@ -143,9 +148,7 @@ class _Launch:
             raise ValueError(
                 f"u: got shape {tuple(scan.u.shape)}, expected fewer than 2**31 programs, not {self.grid[0]}"
             )
-        # Of a wide tile A is read with channels contiguous, so that sums over the state stay in a thread.
-        self.A = scan.A if cut.channels <= 16 else scan.A.t().contiguous().t()
-        self.rates = (self.A.stride(1), self.A.stride(0))
+        self.chained, self.started = _chains(scan.u.device), False
         # Of a batch row: of each input, and of what is stored, which is strided as an input or dense.
         inputs = [x for x in (scan.u, scan.delta, scan.z, scan.B, scan.C, scan.ids) if x is not None]
         extents = [sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True)) for x in inputs]
@@ -163,10 +166,28 @@ class _Launch:
             "WIDE": max(*extents, max(seq, state) * max(dim, state)) >= 2**31,
             "FAST": not INTERPRETED,
             "PAIRS": not INTERPRETED and cut.warps == 1,
+            "CHAINED": self.chained,
             "num_warps": cut.warps,
             "num_stages": 1,
         }
         self.sizes = (seq, dim, self.width, self.blocks, self.segments, cut.segment)
+        # Of a wide tile A is read with channels contiguous, so that sums over the state stay in a thread.
+        self.A = scan.A if cut.channels <= 16 or batch == 0 else self.turned(scan.A)
+        self.rates = (self.A.stride(1), self.A.stride(0))
+
+    def links(self) -> dict[str, bool]:
+        """The launch option of the chain's next kernel. Its first waits for whatever was launched before."""
+        option = {"launch_pdl": self.started} if self.chained else {}
+        self.started = True
+        return option
+
+    def turned(self, A: torch.Tensor) -> torch.Tensor:
+        """A, (dim, state), stored as (state, dim)."""
+        turned, constants = self.new(self.state, self.dim), {k: self.shared[k] for k in ("N", "S", "CHAINED")}
+        forward_kernels.turn[(triton.cdiv(self.dim, 32),)](
+            A, turned, A.stride(1), A.stride(0), self.dim, CHANNELS=32, num_warps=4, **constants, **self.links()
+        )
+        return turned.t()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.scan.u.device)
@@ -197,12 +218,12 @@ class _Launch:
         warps = max(1, min(4, tile * channels // 32))
         together = max(1, min(_power(self.segments), COMBINED_VALUES // max(1, tile * channels // (32 * warps))))
         blocks = triton.cdiv(self.dim, channels)
-        constants = {k: self.shared[k] for k in ("N", "S", "HAS_IDS", "WIDE", "FAST")}
+        constants = {k: self.shared[k] for k in ("N", "S", "HAS_IDS", "WIDE", "FAST", "CHAINED")}
         forward_kernels.combine[(blocks * self.batch,)](
             self.A, ends, totals, passes, self.given(boundary), starts, *self.rates, *_strides(boundary, 3),
             self.dim, blocks, self.segments,
             CHANNELS=channels, TOGETHER=together, BACKWARDS=backwards, HAS_BOUNDARY=boundary is not None,
-            MASKED=True, num_warps=warps, num_stages=1, **constants,
+            MASKED=True, num_warps=warps, num_stages=1, **constants, **self.links(),
         )  # fmt: skip
         return starts
 
@@ -247,7 +268,7 @@ def forward(scan: Scan, *, save: bool, cut: Cut | None = None) -> tuple[torch.Te
         forward_kernels.forward_summaries[launch.grid](
             scan.u, scan.delta, launch.A, scan.B, launch.given(scan.bias), launch.given(scan.ids), *results,
             *scan.u.stride(), *scan.delta.stride(), *launch.rates, *_matrix_strides(scan.B), *_strides(scan.ids, 2),
-            *launch.sizes, launch.share(scan.B), **matrices, **launch.shared,
+            *launch.sizes, launch.share(scan.B), **matrices, **launch.shared, **launch.links(),
         )  # fmt: skip
         return results
 
@@ -259,7 +280,7 @@ def forward(scan: Scan, *, save: bool, cut: Cut | None = None) -> tuple[torch.Te
         *_strides(scan.z, 3), *_strides(scan.ids, 2), *start_strides, *out.stride(),
         *launch.sizes, rows, launch.share(scan.B), launch.share(scan.C),
         SAVE=SAVE if save else 0, HAS_D=scan.D is not None, HAS_Z=scan.z is not None, HAS_START=starts is not None,
-        C_FIXED=scan.C.dim() == 2, **matrices, **launch.shared,
+        C_FIXED=scan.C.dim() == 2, **matrices, **launch.shared, **launch.links(),
     )  # fmt: skip
     return _rounded(out, scan.u), final, saved
 
@@ -306,7 +327,7 @@ def backward(
                 *scan.delta.stride(), *launch.rates, *_matrix_strides(scan.C), *_strides(scan.z, 3),
                 *_strides(scan.ids, 2), *dout.stride(),
                 *launch.sizes, launch.share(scan.C),
-                HAS_Z=scan.z is not None, C_FIXED=scan.C.dim() == 2, **launch.shared,
+                HAS_Z=scan.z is not None, C_FIXED=scan.C.dim() == 2, **launch.shared, **launch.links(),
             )  # fmt: skip
             return results
 
@@ -322,7 +343,7 @@ def backward(
             batch, *launch.sizes, saved.shape[1], launch.share(scan.B), launch.share(scan.C), 1.0,
             SAVE=SAVE, HAS_D=scan.D is not None, HAS_Z=scan.z is not None, HAS_START=starts is not None,
             HAS_INITIAL=dinitial is not None, B_FIXED=scan.B.dim() == 2, C_FIXED=scan.C.dim() == 2,
-            KEEP_DECAYS=launch.cut.chunk * values <= KEPT_VALUES, **launch.shared,
+            KEEP_DECAYS=launch.cut.chunk * values <= KEPT_VALUES, **launch.shared, **launch.links(),
         )  # fmt: skip
 
     def summed(x: torch.Tensor | None) -> torch.Tensor | None:

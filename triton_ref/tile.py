@@ -15,6 +15,7 @@ where the compiler does not know it):
   MASKED      whether a tile may have more channels than there are
   ROWS_AHEAD  whether the loop carries the next chunk's rows of B and C too, as it does its u, delta and z
   FAST        whether there is a GPU's assembly, which the interpreter has not
+  CHAINED     whether a kernel may start before the one ahead of it has ended (programmatic dependent launch, sm_90 on)
   PAIRS       whether a thread holds two values or more of every vector, so that bfloat16 goes in pairs
 """
 
@@ -65,6 +66,23 @@ def float32(x, FAST: tl.constexpr):
         )
     else:
         return x.to(tl.float32)
+
+
+# --- kernels of one chain ---
+
+
+@triton.jit
+def next_may_start(CHAINED: tl.constexpr):
+    """The next kernel's programs take their places as soon as every program of this one has come here."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(CHAINED: tl.constexpr):
+    """What the kernel ahead wrote may be read from here on; before, only what the whole chain was given."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
 
 
 # --- places, loads and stores ---
