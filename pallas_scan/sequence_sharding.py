@@ -34,8 +34,8 @@ def scan(local: Scan, ops: Operands, options: Options) -> tuple[Array, Array]:
     def whole(ops: Operands) -> tuple[Array, Array]:
         return local(*own_part(local, ops, options))
 
-    # jaxlib 0.11.2 crashes on a `shard_map` of more than 64 operands some of which come to be unused, and
-    # `associative_scan` leaves its gradient more than that.
+    # No residuals: jaxlib 0.11.2 crashes where it removes unused operands of a `shard_map`, seen with the 80 that the
+    # gradient of `associative_scan` had.
     return jax.checkpoint(whole)(ops)
 
 

@@ -42,12 +42,17 @@ def errors(case: Case, arguments: dict[str, torch.Tensor] | None = None, *, seed
     out, final = triton_ref.selective_scan(**given, **case.options, return_final_state=True)
     names = [k for k, v in given.items() if v.is_floating_point()]
     grads = torch.autograd.grad([out, final], [given[k] for k in names], [as_torch(dout), as_torch(dfinal)])
-    want_out, want_final, want = float64.scan(draw(case, seed), dout=dout, dfinal=dfinal, **case.options)
     assert out.dtype == given["u"].dtype and final.dtype == torch.float32
-    pairs = {"out": (out, want_out), "final_state": (final, want_final)}
     for name, grad in zip(names, grads, strict=True):
         assert grad.dtype == given[name].dtype and grad.shape == given[name].shape
-        pairs[f"d{name}"] = grad, want[name]
+    want = float64.scan(draw(case, seed), dout=dout, dfinal=dfinal, **case.options)
+    return relative_errors(out, final, dict(zip(names, grads, strict=True)), want)
+
+
+def relative_errors(out, final, grads: dict[str, torch.Tensor], want: tuple) -> dict[str, float]:
+    """By tensor; want is what float64.scan returns."""
+    pairs = {"out": (out, want[0]), "final_state": (final, want[1])}
+    pairs |= {f"d{name}": (grad, want[2][name]) for name, grad in grads.items()}
     return {k: float64.relative_error(as_numpy(got), wanted) for k, (got, wanted) in pairs.items()}
 
 
@@ -69,10 +74,8 @@ def mamba_ssm_errors(case: Case, *, seed: int = 0) -> dict[str, float]:
     out, final = selective_scan_fn(**given, delta_softplus=case.softplus, return_last_state=True)
     out = out.transpose(1, 2)
     grads = torch.autograd.grad(out, list(leaves.values()), as_torch(dout))
-    want_out, want_final, want = float64.scan(draw(case, seed), dout=dout, dfinal=0 * dfinal, **case.options)
-    pairs = {"out": (out, want_out), "final_state": (final, want_final)}
-    pairs |= {f"d{name}": (grad, want[name]) for name, grad in zip(leaves, grads, strict=True)}
-    return {k: float64.relative_error(as_numpy(got), wanted) for k, (got, wanted) in pairs.items()}
+    want = float64.scan(draw(case, seed), dout=dout, dfinal=0 * dfinal, **case.options)
+    return relative_errors(out, final, dict(zip(leaves, grads, strict=True)), want)
 
 
 def check(case: Case, arguments: dict[str, torch.Tensor] | None = None) -> dict[str, float]:

@@ -9,7 +9,6 @@ Exits with 1 where one disagrees, naming the case and the command that reproduce
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import sys
@@ -26,11 +25,10 @@ if jax.default_backend() != "gpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 from tests import cases, test_agreement
-from tools import recording
+from tools import recording, torch_program
 
 JAX_IMPLEMENTATIONS = test_agreement.IMPLEMENTATIONS
-NEEDED = {"triton_ref": ("torch", "triton"), "mamba_ssm": ("torch", "mamba_ssm", "selective_scan_cuda")}
-PRESENT = (*JAX_IMPLEMENTATIONS, *(name for name, of in NEEDED.items() if all(map(importlib.util.find_spec, of))))
+PRESENT = (*JAX_IMPLEMENTATIONS, *filter(torch_program.importable, ("triton_ref", "mamba_ssm")))
 GRID = {case.name: case for case in cases.CASES}
 
 _CASES = flags.DEFINE_list("cases", list(GRID), "Names of cases in tests/cases.py.")

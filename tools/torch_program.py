@@ -17,7 +17,7 @@ from tools.kernel_time import KernelTime
 # Each with what has to be importable; mambapy is mamba.py's package.
 NEEDED = {
     "triton_ref": ("torch", "triton"),
-    "mamba_ssm": ("torch", "selective_scan_cuda"),
+    "mamba_ssm": ("torch", "mamba_ssm", "selective_scan_cuda"),
     "mambapy": ("torch", "mambapy"),
 }
 NAMES = tuple(NEEDED)
