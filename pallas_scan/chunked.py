@@ -372,7 +372,9 @@ def _back_over_block(layout: _Layout, block: Block, cotangent: Array, h: PerWidt
         before[step], decays[step] = h, at[step].decays(A)
         after[step] = h = at[step].advance(h, decays[step])
 
-    dA, to_B, to_C, to_drive, to_exponent = twice(grads["A"]), {}, {}, {}, {}
+    # A block's own sum first: added step by step to a long scan's total, terms that cancel lose eight times the digits.
+    dA = [jnp.zeros_like(x) for x in h]
+    to_B, to_C, to_drive, to_exponent = {}, {}, {}, {}
     for step in reversed(order):
         to_C[step] = [x * dy[step] for x in after[step]]
         g = [x + c * dy[step] for x, c in zip(g, at[step].C, strict=True)]
@@ -385,6 +387,7 @@ def _back_over_block(layout: _Layout, block: Block, cotangent: Array, h: PerWidt
         dA = [x + y * at[step].delta for x, y in zip(dA, exponent, strict=True)]
 
     wanted: dict[str | tuple[str, int], PerWidth]
+    dA = [x + y for x, y in zip(twice(grads["A"]), dA, strict=True)]
     wanted = {"g": g, "A": dA, "drive": [to_drive[s] for s in order], "exponent": [to_exponent[s] for s in order]}
     if block.z is not None:
         wanted["readouts"] = [at[step].readout(after[step]) for step in order]
