@@ -32,6 +32,7 @@ PACKAGED = pathlib.Path(__file__).parent / "tuned"
 NEAR = 1.0  # how far from its own shape an entry serves, in octaves of steps
 # Rows of channels (batch x dim) count for as much more: with them changes how many waves the programs are.
 ROWS = 4.0
+BATCH = 0.01  # of entries with as many rows, the one of like batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,8 @@ def _distance(a: Sizes, b: Sizes) -> float:
     """Between two shapes; the state must fill the same tile."""
     if (a.state - 1).bit_length() != (b.state - 1).bit_length() or min(b) < 1:
         return math.inf
-    return ROWS * abs(math.log2(a.batch * a.dim / (b.batch * b.dim))) + abs(math.log2(a.seq / b.seq))
+    rows = ROWS * abs(math.log2(a.batch * a.dim / (b.batch * b.dim)))
+    return rows + BATCH * abs(math.log2(a.batch / b.batch)) + abs(math.log2(a.seq / b.seq))
 
 
 def read(path: pathlib.Path) -> tuple[Entry, ...]:

@@ -57,10 +57,12 @@ def relative_errors(out, final, grads: dict[str, torch.Tensor], want: tuple) -> 
 
 
 def mamba_ssm_takes(case: Case) -> bool:
-    """Whether mamba_ssm's function has the case's options; matrices that do not vary it takes in float32 alone."""
+    """Whether mamba_ssm's function has the case's options; B and C have as many groups there, and those that do not
+    vary it takes in float32 alone."""
     fixed = "fixed" in (case.B, case.C)
+    groups = {x if isinstance(x, int) else 1 for x in (case.B, case.C)}
     missing = case.initial or case.segments or case.reverse or case.matrix_dtype or case.batch == 0
-    return not missing and not (fixed and case.dtype != "float32")
+    return not missing and len(groups) == 1 and not (fixed and case.dtype != "float32")
 
 
 def mamba_ssm_errors(case: Case, *, seed: int = 0) -> dict[str, float]:
