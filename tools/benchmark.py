@@ -308,8 +308,13 @@ def _add_kernel_times(cell: Cell, candidates: list[Candidate], rows: list[dict[s
     by_jax = [c.program for c, _ in profiled if not isinstance(c.program, TorchProgram)]
     times = iter(kernel_times(by_jax, rotation) if by_jax else ())
     for candidate, row in profiled:
-        by_torch = isinstance(candidate.program, TorchProgram)
-        measured = candidate.program.kernel_time(rotation) if by_torch else next(times)
+        try:
+            by_torch = isinstance(candidate.program, TorchProgram)
+            measured = candidate.program.kernel_time(rotation) if by_torch else next(times)
+        except RuntimeError as error:  # of torch's graph: it costs this column, not the recording
+            row["kernel_error"] = str(error).splitlines()[0]
+            print(f"{cell} {candidate.name}: no kernel time: {row['kernel_error']}", file=sys.stderr)
+            continue
         row["kernel_ms"], row["kernel_q1_ms"], row["kernel_q3_ms"] = dataclasses.astuple(measured)[:3]
         row["x_floor"] = measured.median_ms / floor
         row["kernels"] = {name: ms for name, ms in measured.by_kernel.items() if ms > 0}

@@ -128,8 +128,10 @@ class TorchProgram:
             for arguments in {id(x): x for x in turns}.values():
                 self.launch(arguments)
         cuda.current_stream().wait_stream(side)
+        self.synchronize()
+        cuda.empty_cache()  # the graph's memory is its own, and where it lacks some, nothing can be freed any more
         graph = cuda.CUDAGraph()
-        with cuda.graph(graph):
+        with cuda.graph(graph, capture_error_mode="thread_local"):  # JAX's threads may allocate meanwhile
             for arguments in turns:
                 self.launch(arguments)
         return graph
