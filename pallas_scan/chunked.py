@@ -127,9 +127,10 @@ class _Layout:
         if not self.padding:
             return x
         # Padded where it begins anew after `padding` channels: an inner loop without a branch is vectorised.
-        x = x.reshape(*x.shape[:-1], -1, self.padding)
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)])
-        return x.reshape(*x.shape[:-2], -1)
+        *rows, channels = x.shape
+        x = x.reshape(*rows, channels // self.padding, self.padding)
+        x = jnp.pad(x, [(0, 0)] * len(rows) + [(0, 1), (0, 0)])
+        return x.reshape(*rows, channels + self.padding)
 
     def _cut(self, x: Array) -> Array:
         return x[..., : self.full[3]]
