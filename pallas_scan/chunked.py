@@ -213,15 +213,29 @@ def _padding(rows: int, channels: int) -> int:
     return 0
 
 
-def _loop(position: int, steps: int, block: int, body: Callable, carry, *, backwards: bool = False):
-    """Runs body(position, steps, carry) over `steps` steps from `position`, `block` at a time; the rest is one more."""
+def _loop(
+    position: int, steps: int, block: int, body: Callable, carry, *, backwards: bool = False, pairs: bool = False
+):
+    """Runs body(position, steps, carry) over `steps` steps from `position`, `block` at a time; the rest is one more.
+
+    Args:
+      pairs: two blocks a turn, where they come out even: XLA then copies no carried state, and cuts the second block
+        while the first is computed. It compiles twice as much.
+    """
     count, rest = divmod(steps, block)
 
     def main(carry):
         if count == 1:
             return body(position, block, carry)
         at = (lambda i: position + (count - 1 - i) * block) if backwards else (lambda i: position + i * block)
-        return lax.fori_loop(0, count, lambda i, carry: body(at(i), block, carry), carry) if count else carry
+        unroll = 2 if pairs and count % 2 == 0 else 1
+
+        def turn(i, carry):
+            for k in range(unroll):
+                carry = body(at(unroll * i + k), block, carry)
+            return carry
+
+        return lax.fori_loop(0, count // unroll, turn, carry)
 
     def remainder(carry):
         return body(position + count * block, rest, carry) if rest else carry
@@ -299,7 +313,7 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
         h, out, saved = carry
         if saved is not None:
             saved = layout.save(saved, h, position // options.save_every)
-        h, out = _loop(position, steps, BLOCK, block_body, (h, out))
+        h, out = _loop(position, steps, BLOCK, block_body, (h, out), pairs=True)
         return h, out, saved
 
     every = options.save_every if save else max(seq, 1)
