@@ -88,10 +88,12 @@ class _Layout:
         return lax.dynamic_slice_in_dim(x, self.start(position, steps), steps, axis=1)
 
     def channels(self, x: Array, position: Array | int, steps: int) -> Float32[Array, "batch steps dim"]:
-        return self.slice(x, position, steps).astype(jnp.float32)
+        return _of_bits(self.slice(_bits(x), position, steps), x.dtype).astype(jnp.float32)
 
-    def write(self, into: Array, x: Array, position: Array | int) -> Array:
-        return lax.dynamic_update_slice_in_dim(into, x.astype(into.dtype), self.start(position, x.shape[1]), axis=1)
+    def write(self, into: Array, x: Array, position: Array | int, like: Array) -> Array:
+        """`into`, the bits of an array of `like`'s dtype, with a block written."""
+        x = _bits(x.astype(like.dtype))
+        return lax.dynamic_update_slice_in_dim(into, x, self.start(position, x.shape[1]), axis=1)
 
     def block(self, position: Array | int, steps: int) -> Block:
         ops = self.ops
@@ -201,6 +203,16 @@ class _Layout:
         return by_group[:, :, 0] if groups == self.groups else jnp.sum(by_group, axis=2)
 
 
+def _bits(x: Array) -> Array:
+    """Half precision as integers. XLA's CPU compiler has no slices of bfloat16 and float16: each block would convert the
+    whole array to float32 and back."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _of_bits(x: Array, dtype: np.dtype) -> Array:
+    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
+
+
 def _padding(rows: int, channels: int) -> int:
     """Channels that are added to every row of the lanes.
 
@@ -225,8 +237,8 @@ def _loop(
     count, rest = divmod(steps, block)
 
     def main(carry):
-        if count == 1:
-            return body(position, block, carry)
+        if count < 2:
+            return body(position, block, carry) if count else carry
         at = (lambda i: position + (count - 1 - i) * block) if backwards else (lambda i: position + i * block)
         unroll = 2 if pairs and count % 2 == 0 else 1
 
@@ -307,7 +319,7 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
             y = y + ops.D[:, None] * block.u
         if block.z is not None:
             y = y * jax.nn.silu(block.z)
-        return h, layout.write(out, y, position)
+        return h, layout.write(out, y, position, ops.u)
 
     def interval_body(position, steps, carry):
         h, out, saved = carry
@@ -318,9 +330,9 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
 
     every = options.save_every if save else max(seq, 1)
     saved = jnp.zeros((batch, -(-seq // every), state, dim), jnp.float32) if save else None
-    out = jnp.zeros(ops.u.shape, ops.u.dtype)
+    out = _bits(jnp.zeros_like(ops.u))
     h, out, saved = _loop(0, seq, every, interval_body, (_initial_state(layout), out, saved))
-    return out, layout.to_state(h), saved
+    return _of_bits(out, ops.u.dtype), layout.to_state(h), saved
 
 
 def _initial_state(layout: _Layout) -> PerWidth:
@@ -355,7 +367,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
         if block.z is not None:
             gate = jax.nn.sigmoid(block.z)
             y = readouts if ops.D is None else readouts + ops.D[:, None] * block.u
-            grads["z"] = layout.write(grads["z"], dy * y * gate * (1.0 + block.z * (1.0 - gate)), position)
+            grads["z"] = layout.write(grads["z"], dy * y * gate * (1.0 + block.z * (1.0 - gate)), position, ops.z)
         du = layout.of_groups(block.delta) * to_drive
         if ops.D is not None:
             du = du + ops.D[:, None] * dy_gated
@@ -365,8 +377,8 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
             ddelta = ddelta * jax.nn.sigmoid(block.raw_delta)
         if ops.delta_bias is not None:
             grads["delta_bias"] = grads["delta_bias"] + jnp.sum(ddelta, axis=1)
-        grads["u"] = layout.write(grads["u"], du, position)
-        grads["delta"] = layout.write(grads["delta"], ddelta, position)
+        grads["u"] = layout.write(grads["u"], du, position, ops.u)
+        grads["delta"] = layout.write(grads["delta"], ddelta, position, ops.delta)
         return g, grads
 
     def interval_body(position, steps, carry):
@@ -383,7 +395,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
         if operand is None:
             return None
         if not ops.is_parameter(name):
-            return jnp.zeros(operand.shape, operand.dtype)
+            return _bits(jnp.zeros_like(operand))
         if operand.ndim == 3:
             return layout.zeros()
         return jnp.zeros((batch, dim), jnp.float32)
@@ -392,7 +404,10 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
     grads = {name: zeros(name) for name in names if zeros(name) is not None}
     g, grads = _loop(0, seq, options.save_every, interval_body, (layout.of_state(dfinal), grads), backwards=True)
     for name in grads:
-        if ops.is_parameter(name) and getattr(ops, name).ndim == 3:
+        operand = getattr(ops, name)
+        if not ops.is_parameter(name):
+            grads[name] = _of_bits(grads[name], operand.dtype)
+        elif operand.ndim == 3:
             grads[name] = layout.to_state(grads[name])
     dh0 = None if ops.initial_state is None else layout.to_state(g)
     return Operands(**grads, initial_state=dh0)
@@ -456,7 +471,7 @@ def _back_over_block(layout: _Layout, block: Block, cotangent: Array, h: PerWidt
         else:
             groups = getattr(ops, name).shape[2]
             summed = [layout.over_channels(got[name, step], groups) for step in range(len(order))]
-            grads[name] = layout.write(grads[name], jnp.stack(summed, axis=1), position)
+            grads[name] = layout.write(grads[name], jnp.stack(summed, axis=1), position, getattr(ops, name))
 
     readouts = layout.by_time(got["readouts"]) if "readouts" in got else None
     return grads, got["g"], layout.by_time(got["drive"]), layout.by_time(got["exponent"]), readouts
