@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_scan
-from pallas_scan import chunked
+from pallas_scan import lanes
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -34,5 +34,5 @@ def test_an_array_of_half_precision_is_never_converted_whole(dtype):
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_arrays_of_a_kernel_do_not_share_their_sets_of_a_cache(batch, dim):
     rows = 8 * batch
-    size = 4 * rows * (dim + chunked._padding(rows, dim))
+    size = 4 * rows * (dim + lanes.padding(rows, dim))
     assert math.gcd(size, 4096) <= 512
