@@ -6,8 +6,10 @@
     python -m tools.benchmark --preset=gpu --dtypes=float32,bfloat16    # every cell of a GPU's table
 
 A cell is one shape in one dtype and mode. Its implementations take turns, sample by sample, so that a change in the
-machine's speed reaches all of them; times are medians of samples, a sample being the mean of `inner` calls. One that
-runs out of memory has an `error` and no times.
+machine's speed reaches all of them; times are medians of samples, a sample being the mean of `inner` calls. Where a
+call takes less than a second, one that is not timed comes before a sample: the first after an implementation that
+allocated gigabytes pays for the pages that the system took back. One that runs out of memory has an `error` and no
+times.
 
 On a GPU `median_ms` is the host's time and `kernel_ms` the kernels' own, from the profiler, on inputs that rotate
 through more memory than the L2 cache. `floor_ms` is tools/roofline.py's. Programs are compiled several at once, so
@@ -48,6 +50,7 @@ IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas", *torch_program.NAMES)
 MODES = ("fwd", "fwd_bwd")
 DTYPES = ("float32", "bfloat16", "float16")
 MEBIBYTE = 2**20
+LONG = 1.0  # seconds of a call that need no other before it
 
 _PRESETS = {
     "default": [(4, seq, dim, 16) for seq, dim in ((512, 256), (2048, 256), (512, 1024))],
@@ -130,6 +133,7 @@ class Candidate:
     compile_s: float
     arguments: Any = None
     inner: int = 1
+    alone: bool = False  # whether no call comes before a sample
     seconds: list[float] = dataclasses.field(default_factory=list)
     error: str | None = None  # why it did not run
 
@@ -145,20 +149,26 @@ class Candidate:
         return jax.block_until_ready(self.program(self.arguments))
 
     def sample(self) -> None:
+        if not self.alone:
+            self._repeat(1)
+        self.seconds.append(self._repeat(self.inner))
+
+    def _repeat(self, count: int) -> float:
+        """Seconds a call."""
         torch = isinstance(self.program, TorchProgram)
         start = time.perf_counter()
-        for _ in range(self.inner):
+        for _ in range(count):
             result = (self.program.launch if torch else self.program)(self.arguments)
         if torch:
             self.program.synchronize()
         else:
             jax.block_until_ready(result)
-        self.seconds.append((time.perf_counter() - start) / self.inner)
+        return (time.perf_counter() - start) / count
 
     def warm_up(self) -> None:
         """Sets `inner` so that a sample takes about 20 ms."""
-        self.sample()
-        self.inner = max(1, int(0.02 / self.seconds.pop()))
+        seconds = self._repeat(1)
+        self.inner, self.alone = max(1, int(0.02 / seconds)), seconds > LONG
 
     def quartiles_ms(self) -> list[float | None]:
         """Of the samples; None where it did not run."""
