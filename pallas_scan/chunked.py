@@ -127,7 +127,7 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
             y = y + ops.D[:, None] * block.u
         if block.z is not None:
             y = y * jax.nn.silu(block.z)
-        return h, layout.write(out, y, position, ops.u)
+        return h, layout.write(out, y, position, "u")
 
     def interval_body(position, steps, carry):
         h, out, saved = carry
@@ -172,10 +172,10 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
         dy_gated = _gated(dy, block)
         grads, g, to_drive, to_exponent, readouts = _back_over_block(layout, block, dy_gated, h, g, grads, position)
 
-        if ops.z is not None and block.z is not None:
+        if block.z is not None:
             gate = jax.nn.sigmoid(block.z)
             y = readouts if ops.D is None else readouts + ops.D[:, None] * block.u
-            grads["z"] = layout.write(grads["z"], dy * y * gate * (1.0 + block.z * (1.0 - gate)), position, ops.z)
+            grads["z"] = layout.write(grads["z"], dy * y * gate * (1.0 + block.z * (1.0 - gate)), position, "z")
         du = layout.of_groups(block.delta) * to_drive
         if ops.D is not None:
             du = du + ops.D[:, None] * dy_gated
@@ -185,8 +185,8 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
             ddelta = ddelta * jax.nn.sigmoid(block.raw_delta)
         if ops.delta_bias is not None:
             grads["delta_bias"] = grads["delta_bias"] + jnp.sum(ddelta, axis=1)
-        grads["u"] = layout.write(grads["u"], du, position, ops.u)
-        grads["delta"] = layout.write(grads["delta"], ddelta, position, ops.delta)
+        grads["u"] = layout.write(grads["u"], du, position, "u")
+        grads["delta"] = layout.write(grads["delta"], ddelta, position, "delta")
         return g, grads
 
     def interval_body(position, steps, carry):
@@ -279,7 +279,7 @@ def _back_over_block(layout: Layout, block: Block, cotangent: Array, h: PerWidth
         else:
             groups = getattr(ops, name).shape[2]
             summed = [layout.over_channels(got[name, step], groups) for step in range(len(order))]
-            grads[name] = layout.write(grads[name], jnp.stack(summed, axis=1), position, getattr(ops, name))
+            grads[name] = layout.write(grads[name], jnp.stack(summed, axis=1), position, name)
 
     readouts = layout.by_time(got["readouts"]) if "readouts" in got else None
     return grads, got["g"], layout.by_time(got["drive"]), layout.by_time(got["exponent"]), readouts

@@ -83,9 +83,9 @@ class Layout:
     def channels(self, x: Array, position: Array | int, steps: int) -> Float32[Array, "batch steps dim"]:
         return from_bits(self.slice(bits(x), position, steps), x.dtype).astype(jnp.float32)
 
-    def write(self, into: Array, x: Array, position: Array | int, like: Array) -> Array:
-        """`into`, the bits of an array of `like`'s dtype, with a block written."""
-        x = bits(x.astype(like.dtype))
+    def write(self, into: Array, x: Array, position: Array | int, operand: str) -> Array:
+        """`into`, the bits of an array of the operand's dtype, with a block written."""
+        x = bits(x.astype(getattr(self.ops, operand).dtype))
         return lax.dynamic_update_slice_in_dim(into, x, self.start(position, x.shape[1]), axis=1)
 
     def block(self, position: Array | int, steps: int) -> Block:
@@ -210,9 +210,10 @@ def padding(rows: int, channels: int) -> int:
     """Channels that are added to every row of the lanes.
 
     A kernel reads and writes dozens of arrays of lanes side by side. Where their size is a multiple of 4,096 bytes, the
-    same element of each falls into the same set of the caches, which hold eight to a set.
+    same element of each falls into one set of the caches, which hold eight to a set; where it is a multiple of 1,024,
+    into one of four. A row's padding comes to 512 bytes an array or less, which makes it eight sets or more.
     """
-    for padding in (4, 2, 1):
-        if 4 * rows * channels % 1024 == 0 and channels % padding == 0 and 4 * rows * padding <= 512:
-            return padding
+    for added in (4, 2, 1):
+        if 4 * rows * channels % 1024 == 0 and channels % added == 0 and 4 * rows * added <= 512:
+            return added
     return 0

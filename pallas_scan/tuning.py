@@ -32,7 +32,6 @@ PACKAGED = pathlib.Path(__file__).parent / "tuned"
 NEAR = 1.0  # how far from its own shape an entry serves, in octaves of steps
 # Rows of channels (batch x dim) count for as much more: with them changes how many waves the programs are.
 ROWS = 4.0
-BATCH = 0.01  # of entries with as many rows, the one of like batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,26 +71,27 @@ def choose(sizes: Sizes, dtype: Any, device_kind: str, multiprocessors: int) -> 
 def nearest(sizes: Sizes, dtype: Any, device_kind: str, part: str) -> KernelConfig | None:
     """The configuration of the nearest entry for `part`, "fwd" or "bwd", if one is near."""
     width = jnp.dtype(dtype).itemsize
-    best: tuple[float, KernelConfig] | None = None
+    best: tuple[tuple[float, float], KernelConfig] | None = None
     for folder in (user_folder(), PACKAGED):  # on a tie the user's own stays
         for entry in read(folder / file_name(device_kind)):
             config = getattr(entry, part)
             if config is None or jnp.dtype(entry.dtype).itemsize != width:
                 continue
             far = _distance(entry.shape, sizes)
-            if far <= NEAR and (best is None or far < best[0]):
+            if far[0] <= NEAR and (best is None or far < best[0]):
                 whole = config.segment >= entry.shape.seq  # one segment there is one segment here
                 steps = -(-sizes.seq // config.chunk) * config.chunk
                 best = far, dataclasses.replace(config, segment=steps) if whole else config
     return best[1] if best else None
 
 
-def _distance(a: Sizes, b: Sizes) -> float:
-    """Between two shapes; the state must fill the same tile."""
+def _distance(a: Sizes, b: Sizes) -> tuple[float, float]:
+    """Between two shapes, and between their batches, which decides where rows and steps are alike; the state must fill
+    the same tile."""
     if (a.state - 1).bit_length() != (b.state - 1).bit_length() or min(b) < 1:
-        return math.inf
+        return math.inf, math.inf
     rows = ROWS * abs(math.log2(a.batch * a.dim / (b.batch * b.dim)))
-    return rows + BATCH * abs(math.log2(a.batch / b.batch)) + abs(math.log2(a.seq / b.seq))
+    return rows + abs(math.log2(a.seq / b.seq)), abs(math.log2(a.batch / b.batch))
 
 
 def read(path: pathlib.Path) -> tuple[Entry, ...]:

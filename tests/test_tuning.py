@@ -67,6 +67,12 @@ def test_the_nearest_entry_wins_and_one_segment_stays_one(folder):
     assert tuning.nearest(SHAPE._replace(batch=5, dim=1100), "float32", CARD, "fwd") == FWD
 
 
+def test_of_entries_with_as_many_rows_the_one_of_like_batch_serves(folder):
+    write(folder, Entry(Sizes(1, 2048, 4096, 16), "float32", BWD), Entry(SHAPE, "float32", FWD))
+    assert tuning.nearest(SHAPE, "float32", CARD, "fwd") == FWD
+    assert tuning.nearest(Sizes(1, 4096, 4096, 16), "float32", CARD, "fwd") == BWD
+
+
 def test_a_new_measurement_replaces_its_own_part_only():
     entries = tuning.merged((), Entry(SHAPE, "float32", FWD, BWD))
     entries = tuning.merged(entries, Entry(SHAPE, "bfloat16", FWD))

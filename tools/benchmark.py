@@ -318,8 +318,8 @@ def _add_kernel_times(cell: Cell, candidates: list[Candidate], rows: list[dict[s
     by_jax = [c.program for c, _ in profiled if not isinstance(c.program, TorchProgram)]
     times = iter(kernel_times(by_jax, rotation) if by_jax else ())
     for candidate, row in profiled:
+        by_torch = isinstance(candidate.program, TorchProgram)
         try:
-            by_torch = isinstance(candidate.program, TorchProgram)
             measured = candidate.program.kernel_time(rotation) if by_torch else next(times)
         except RuntimeError as error:  # of torch's graph: it costs this column, not the recording
             row["kernel_error"] = str(error).splitlines()[0]
