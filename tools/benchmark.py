@@ -14,6 +14,9 @@ times.
 On a GPU `median_ms` is the host's time and `kernel_ms` the kernels' own, from the profiler, on inputs that rotate
 through more memory than the L2 cache. `floor_ms` is tools/roofline.py's. Programs are compiled several at once, so
 `compile_s` is no more than a hint there.
+
+The rows so far lie beside the recording, in its name with .partial behind, until it is written: hours are not lost to
+an interrupt.
 """
 
 from __future__ import annotations
@@ -351,7 +354,8 @@ def _emptied(cells: collections.deque) -> Iterator[Any]:
         yield cells.popleft()
 
 
-def run(cells: list[Cell], console: Console) -> list[dict[str, Any]]:
+def run(cells: list[Cell], console: Console, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Every cell's rows; `keep` is handed those so far after each cell."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[dict[str, Any]] = []
     on_gpu = _compat.gpu_backend()
@@ -363,9 +367,35 @@ def run(cells: list[Cell], console: Console) -> list[dict[str, Any]]:
             work = _emptied(collections.deque(progress.track(work, total=len(cells), description="compiling")))
         for cell, programs in work:
             progress.update(task, description=str(cell))
+            start = time.perf_counter()
             results += measure_cell(cell, programs, samples=_SAMPLES.value, seconds=_SECONDS.value, seed=_SEED.value)
+            keep(results)
             progress.advance(task)
+            if not console.is_terminal:  # where a bar shows nothing before its end
+                print(f"{cell}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return results
+
+
+def record(shapes: list[inputs.Shape], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The recording. Its config's keys are those of the first recordings, which had one batch, state and dtype."""
+    config: dict[str, Any] = {
+        "batch": shapes[0][0],
+        "state": shapes[0][3],
+        "dtype": _DTYPES.value[0] if len(_DTYPES.value) == 1 else None,
+        "gpu_scan_config": None,
+        "note": "rel_err = max|out-scan| / max|scan| (max over out or all grads)",
+        "note_runs": f"implementations of a cell take turns; seed {_SEED.value}; preset {_PRESET.value}",
+    }
+    if _compat.gpu_backend():
+        config["ceilings"] = dataclasses.asdict(roofline.ceilings())
+    return {"device": recording.device_record(), "config": config, "results": results}
+
+
+def write(path: str | os.PathLike[str], value: Any) -> None:
+    """recording.write_json cleans up behind a KeyboardInterrupt, but not behind `_interrupted`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    recording.write_json(path, value)
+    signal.signal(signal.SIGINT, before)
 
 
 def main(argv: list[str]) -> None:
@@ -375,25 +405,12 @@ def main(argv: list[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     cells = plan(shapes)
     print(f"{len(cells)} cells, to be written to {_OUT.value}", file=sys.stderr, flush=True)
-    results = run(cells, Console(stderr=True))
-    record: dict[str, Any] = {
-        "device": recording.device_record(),
-        "config": {
-            "batch": shapes[0][0],
-            "state": shapes[0][3],
-            "dtype": _DTYPES.value[0] if len(_DTYPES.value) == 1 else None,
-            "gpu_scan_config": None,
-            "note": "rel_err = max|out-scan| / max|scan| (max over out or all grads)",
-            "note_runs": f"implementations of a cell take turns; seed {_SEED.value}; preset {_PRESET.value}",
-        },
-        "results": results,
-    }
-    if _compat.gpu_backend():
-        record["config"]["ceilings"] = dataclasses.asdict(roofline.ceilings())
+    partial = pathlib.Path(f"{_OUT.value}.partial")
+    results = run(cells, Console(stderr=True), lambda rows: write(partial, {"results": rows}))
     other = recording.read_results(_COMPARE.value) if _COMPARE.value else None
     console.print(table(results, other))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # write_json cleans up behind itself
-    recording.write_json(_OUT.value, record)
+    write(_OUT.value, record(shapes, results))
+    partial.unlink()
     console.print(f"wrote {_OUT.value}")
 
 
