@@ -1,7 +1,7 @@
 """The backward kernels (docs/derivation.md has the mathematics).
 
     summaries   each segment from the back with a zero cotangent: the cotangent that leaves at its front, and Σδ
-    combine     the forward's kernel, from the last segment to the first: the cotangent that enters each at its end
+    combine     pallas_combine.py's, from the last segment to the first: the cotangent that enters each at its end
     gradients   each segment again, from there
 
 The forward saved the state before every `save_every` steps. From there a program recomputes a chunk's states into
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
-from pallas_scan.pallas_forward import between_devices, combine, summary_shapes
+from pallas_scan.pallas_combine import between_devices, combine, summary_shapes
 from pallas_scan.pallas_tile import (
     LOG2_E,
     Cut,

@@ -1,7 +1,7 @@
 """The forward kernels.
 
     summaries   each segment from a zero state: the state it ends with, and Σδ (exp(A Σδ) is the segment's decay)
-    combine     the state that each segment starts from, out of the summaries of those before it
+    combine     the state that each segment starts from, out of the summaries of those before it (pallas_combine.py)
     scan        each segment again, from that state
 
 One segment needs the last of them alone. Where batch × dim fills the GPU, one is right: two passes double the exps, and
@@ -13,8 +13,6 @@ the next chunk's activations are carried through the loop.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 
 import jax
@@ -24,6 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
+from pallas_scan.pallas_combine import between_devices, combine, summary_shapes
 from pallas_scan.pallas_tile import (
     Cut,
     Program,
@@ -34,13 +33,11 @@ from pallas_scan.pallas_tile import (
     carried,
     exp2,
     kernel_inputs,
-    segment_passes,
     sigmoid,
 )
 from pallas_scan.problem import Operands, Options
 
 THREAD = 64  # values of a tile that a thread holds: the state and A take twice as many registers
-COMBINED = 32  # values of summaries that a thread loads together: one waits as long as all of them
 
 
 def scan(ops: Operands, options: Options, cut: Cut, *, save: bool) -> tuple[Array, Array, Array | None]:
@@ -67,85 +64,9 @@ def scan(ops: Operands, options: Options, cut: Cut, *, save: bool) -> tuple[Arra
     return results["out"], results["final"], results.get("saved")
 
 
-def summary_shapes(cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:
-    """A segment's end from a zero start, and its Σδ."""
-    return {
-        "ends": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.state, cut.dim), jnp.float32),
-        "totals": jax.ShapeDtypeStruct((cut.batch, cut.segments, cut.dim), jnp.float32),
-    }
-
-
 def _summaries(cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
     read = {k: v for k, v in inputs.items() if k in ("u", "delta", "A", "B", "delta_bias", "keep")}
     return call(_summary_kernel, "selective_scan_fwd_summaries", cut, read, summary_shapes(cut))
-
-
-def combine(ops: Operands, cut: Cut, summaries: dict[str, Array], initial: Array | None, *, backwards: bool) -> Array:
-    """What each segment starts from, (batch, segments, state, dim): the state or, backwards, the cotangent.
-
-    Args:
-      initial: what the first segment starts from (backwards: the last), (batch, state, dim); zero if None.
-    """
-    # One program walks over all segments of its channels: narrow tiles, so that there are many, and few values a
-    # thread, so that it takes many segments at once. 8 channels are the 32 bytes that memory hands over together.
-    dim_block = min(cut.dim_block, 8)
-    num_warps = max(1, min(4, cut.state_block * dim_block // 32))
-    whole = dataclasses.replace(cut, segment=cut.seq, dim_block=dim_block, num_warps=num_warps)
-    inputs = {"A": kernel_inputs(ops, whole)["A"]} | summaries
-    if initial is not None:
-        inputs["initial_state"] = initial
-    passes = segment_passes(ops, cut)
-    if passes is not None:
-        inputs["passes"] = passes
-    outputs = {"starts": summary_shapes(cut)["ends"]}
-    kernel = functools.partial(_combine_kernel, segments=cut.segments, backwards=backwards)
-    return call(kernel, "selective_scan_combine", whole, inputs, outputs)["starts"]
-
-
-def between_devices(
-    ops: Operands, options: Options, cut: Cut, summaries: dict[str, Array], initial: Array | None, *, backwards: bool
-) -> Array:
-    """What enters the segments of this device from the devices before it (backwards: after it), (batch, state, dim).
-
-    Args:
-      initial: as `combine`'s.
-    """
-    last = 0 if backwards else cut.segments - 1
-    start = combine(ops, cut, summaries, initial, backwards=backwards)[:, last]
-    decay = jnp.exp(summaries["totals"][:, last, None] * jnp.swapaxes(ops.A, 1, 2))
-    passes = segment_passes(ops, cut)
-    passed = carried(decay * start, None if passes is None else passes[:, last, None, None])
-    end = jnp.swapaxes(passed + summaries["ends"][:, last], 1, 2)
-    total = jnp.sum(summaries["totals"], axis=1)
-    entering = sequence_sharding.incoming(ops, options, end, total=total, backwards=backwards)
-    return jnp.swapaxes(entering, 1, 2)
-
-
-def _combine_kernel(program: Program, *, segments: int, backwards: bool) -> None:
-    cut, refs, batch = program.cut, program.refs, program.batch
-    A = program.decay_rates()
-    h = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
-    if "initial_state" in refs:
-        h = program.tile("initial_state", batch)
-
-    def pass_over(first: Array | int, count: int, h: Array) -> Array:
-        indices = [segments - 1 - first - i if backwards else first + i for i in range(count)]
-        loaded = []
-        for i in indices:
-            keep = refs["passes"][batch, i] if "passes" in refs else None
-            loaded.append((program.tile("ends", batch, i), program.vector("totals", batch, i), keep))
-        starts = []
-        for end, total, keep in loaded:
-            starts.append(h)
-            h = carried(exp2(total[None, :] * A, cut) * h, keep) + end
-        for i, start in zip(indices, starts, strict=True):
-            program.store_tile("starts", start, batch, i)
-        return h
-
-    together = max(1, COMBINED // max(1, cut.values_a_thread))
-    rounds, rest = divmod(segments, together)
-    h = lax.fori_loop(0, rounds, lambda r, h: pass_over(r * together, together, h), h)
-    pass_over(rounds * together, rest, h)
 
 
 def _advance(program: Program, h: Array, A: Array, B: Array | None, step: Step, delta: Array) -> Array:

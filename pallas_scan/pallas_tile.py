@@ -27,6 +27,7 @@ from pallas_scan.problem import Operands, Options
 
 LOG2_E = float(np.log2(np.e))
 MAX_CHUNK = 16  # steps unrolled in a loop body; the compiler's time grows faster than their number
+ROWS_AHEAD = 16
 MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
 
 
@@ -61,6 +62,11 @@ class Cut:
     def states_contiguous(self) -> bool:
         """Whether A is read with the states of a channel next to each other."""
         return self.dim_block <= 16
+
+    @property
+    def rows_ahead(self) -> bool:
+        """Whether the loop carries B and C of its next chunk too."""
+        return self.dim_block <= ROWS_AHEAD
 
     @property
     def width(self) -> int:
@@ -306,12 +312,12 @@ class Program:
         z, dout, B, C = (which.get(name, False) for name in ("z", "dout", "B", "C"))
         positions = self.positions(chunk)
         steps = [self.activations(p, z=z, dout=dout) for p in positions]
-        return self._with_matrices(steps, positions, B, C) if self.cut.states_contiguous else steps
+        return self._with_matrices(steps, positions, B, C) if self.cut.rows_ahead else steps
 
     def arrived(self, steps: list[Step], chunk: Array | int, **which: bool) -> list[tuple[Step, Array]]:
         """What `ahead` loaded, now that it is this chunk's turn, complete and with the steps' positions."""
         positions = self.positions(chunk)
-        if not self.cut.states_contiguous:
+        if not self.cut.rows_ahead:
             steps = self._with_matrices(steps, positions, which.get("B", False), which.get("C", False))
         return list(zip(steps, positions, strict=True))
 
@@ -387,19 +393,43 @@ def segment_passes(ops: Operands, cut: Cut) -> Array | None:
     return jnp.all(keep.reshape(cut.batch, cut.segments, cut.segment), axis=2).astype(jnp.int32)
 
 
-def call(kernel: Callable, name: str, cut: Cut, inputs: dict[str, Array], outputs: dict[str, jax.ShapeDtypeStruct]):
-    """Launches a kernel that takes one dict of refs, its inputs' and its outputs'. Returns a dict of the outputs."""
-    names = list(inputs)
-
-    def body(*refs):
-        kernel(Program(dict(zip([*names, *outputs], refs, strict=True)), cut))
-
+def launch(
+    kernel: Callable,
+    inputs: dict[str, Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    num_warps: int,
+    interpret: bool,
+) -> dict[str, Array]:
+    """Runs a kernel that takes one dict of refs, its inputs' and its outputs'. Returns a dict of the outputs."""
+    names = [*inputs, *outputs]
     results = pl.pallas_call(
-        body,
+        lambda *refs: kernel(dict(zip(names, refs, strict=True))),
         out_shape=list(outputs.values()),
-        grid=cut.grid,
-        interpret=cut.interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=cut.num_warps, num_stages=1),
+        grid=grid,
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         name=name,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
+
+
+def call(
+    kernel: Callable[[Program], None],
+    name: str,
+    cut: Cut,
+    inputs: dict[str, Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+) -> dict[str, Array]:
+    """Runs a kernel that takes a `Program` of the cut."""
+    return launch(
+        lambda refs: kernel(Program(refs, cut)),
+        inputs,
+        outputs,
+        name=name,
+        grid=cut.grid,
+        num_warps=cut.num_warps,
+        interpret=cut.interpret,
+    )

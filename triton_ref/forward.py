@@ -121,38 +121,42 @@ def forward_summaries(
 @triton.jit
 def combine(
     A, ends, totals, passes, boundary, starts, A_n, A_d, boundary_b, boundary_n, boundary_d,
-    dim: tl.constexpr, blocks, segments,
-    N: tl.constexpr, S: tl.constexpr, CHANNELS: tl.constexpr, TOGETHER: tl.constexpr, BACKWARDS: tl.constexpr,
-    HAS_IDS: tl.constexpr, HAS_BOUNDARY: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr,
-    CHAINED: tl.constexpr,
+    dim: tl.constexpr, plane, blocks, segments,
+    LANES: tl.constexpr, TOGETHER: tl.constexpr, BACKWARDS: tl.constexpr, HAS_IDS: tl.constexpr,
+    HAS_BOUNDARY: tl.constexpr, WIDE: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """What each segment starts from, out of the summaries of those before it (behind it, where BACKWARDS)."""
+    """What each segment starts from, out of the summaries of those before it (behind it, where BACKWARDS).
+
+    State elements do not meet here: a program's lanes are neighbours in the plane of (state, dim). Of a tile the layout
+    would follow the load of A, and stores cross shared memory."""
     next_may_start(CHAINED)
-    await_previous(CHAINED)
     block, _, batch = coordinates(blocks, 1)
-    channels, exists, _ = channel_block(block, dim, CHANNELS, WIDE)
-    states = tl.arange(0, S)
-    tile_mask = (states < N)[:, None] & exists[None, :]
-    rates = tl.load(A + states[:, None] * A_n + channels[None, :] * A_d, mask=tile_mask, other=0.0) * LOG2_E
-    h = tl.zeros((S, CHANNELS), tl.float32)
+    lanes = block * LANES + tl.arange(0, LANES)
+    exists = lanes < plane
+    if WIDE:
+        lanes = lanes.to(tl.int64)
+    states = lanes // dim
+    channels = lanes % dim
+    h = tl.zeros((LANES,), tl.float32)
     if HAS_BOUNDARY:
-        places = boundary + batch * boundary_b + states[:, None] * boundary_n + channels[None, :] * boundary_d
-        h = tl.load(places, mask=tile_mask, other=0.0)
-    tile = states[:, None] * dim + channels[None, :]
+        places = boundary + batch * boundary_b + states * boundary_n + channels * boundary_d
+        h = tl.load(places, mask=exists, other=0.0)
+    await_previous(CHAINED)
+    rates = tl.load(A + states * A_n + channels * A_d, mask=exists, other=0.0) * LOG2_E
     for round in range((segments + TOGETHER - 1) // TOGETHER):
         loaded = ()
         for i in tl.static_range(TOGETHER):  # one load waits as long as all of them
             place = round * TOGETHER + i
-            there = place < segments
+            mask = narrowed(exists, place < segments)
             row = batch * segments + (segments - 1 - place if BACKWARDS else place)
-            loaded = loaded + (tl.load(ends + row * N * dim + tile, mask=narrowed(tile_mask, there), other=0.0),)
-            loaded = loaded + (tl.load(totals + row * dim + channels, mask=narrowed(exists, there), other=0.0),)
+            loaded = loaded + (tl.load(ends + row * plane + lanes, mask=mask, other=0.0),)
+            loaded = loaded + (tl.load(totals + row * dim + channels, mask=mask, other=0.0),)
         for i in tl.static_range(TOGETHER):
             place = round * TOGETHER + i
             there = place < segments
             row = batch * segments + (segments - 1 - place if BACKWARDS else place)
-            tl.store(starts + row * N * dim + tile, h, mask=narrowed(tile_mask, there))
-            h = exp2(loaded[2 * i + 1][None, :] * rates, FAST) * h
+            tl.store(starts + row * plane + lanes, h, mask=narrowed(exists, there))
+            h = exp2(loaded[2 * i + 1] * rates, FAST) * h
             if HAS_IDS:
                 h = tl.where(tl.load(passes + row, mask=there, other=1) != 0, h, 0.0)
             h += loaded[2 * i]

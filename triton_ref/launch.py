@@ -22,7 +22,9 @@ SAVE = 8  # steps between the states that the forward saves: at 16 states two ac
 FORWARD_VALUES = 64  # of a tile, a thread: the state and A take twice as many registers
 BACKWARD_VALUES = 16  # the backward holds a chunk's states, A, dA and the cotangent
 KEPT_VALUES = 32  # of a chunk's decays, a thread, up to which keeping them does not spill
-COMBINED_VALUES = 32  # of summaries that a thread of `combine` loads together
+COMBINED_LANES = 128  # of a program of `combine`, one a thread
+ROWS_AHEAD = 16  # channels
+COMBINED = 32  # segments whose summaries it loads together
 RESIDENT = 8  # programs of a multiprocessor
 
 
@@ -213,17 +215,15 @@ class _Launch:
         """What each segment starts from, (batch, segments, state, dim)."""
         ends, totals, passes = summaries
         starts = torch.empty_like(ends)
-        tile = self.shared["S"]
-        channels = min(8, _power(self.dim))  # 32 bytes, which memory hands over together
-        warps = max(1, min(4, tile * channels // 32))
-        together = max(1, min(_power(self.segments), COMBINED_VALUES // max(1, tile * channels // (32 * warps))))
-        blocks = triton.cdiv(self.dim, channels)
-        constants = {k: self.shared[k] for k in ("N", "S", "HAS_IDS", "WIDE", "FAST", "CHAINED")}
+        plane = self.state * self.dim
+        blocks = triton.cdiv(plane, COMBINED_LANES)
+        constants = {k: self.shared[k] for k in ("HAS_IDS", "WIDE", "FAST", "CHAINED")}
         forward_kernels.combine[(blocks * self.batch,)](
             self.A, ends, totals, passes, self.given(boundary), starts, *self.rates, *_strides(boundary, 3),
-            self.dim, blocks, self.segments,
-            CHANNELS=channels, TOGETHER=together, BACKWARDS=backwards, HAS_BOUNDARY=boundary is not None,
-            MASKED=True, num_warps=warps, num_stages=1, **constants, **self.links(),
+            self.dim, plane, blocks, self.segments,
+            LANES=COMBINED_LANES, TOGETHER=min(COMBINED, _power(self.segments)), BACKWARDS=backwards,
+            HAS_BOUNDARY=boundary is not None, num_warps=COMBINED_LANES // 32, num_stages=1, **constants,
+            **self.links(),
         )  # fmt: skip
         return starts
 
@@ -261,7 +261,7 @@ def forward(scan: Scan, *, save: bool, cut: Cut | None = None) -> tuple[torch.Te
     saved = launch.new(batch, rows, state, dim)
     if batch == 0:
         return _rounded(out, scan.u), final, saved
-    matrices = {"B_FIXED": scan.B.dim() == 2, "ROWS_AHEAD": launch.cut.channels <= 16}
+    matrices = {"B_FIXED": scan.B.dim() == 2, "ROWS_AHEAD": launch.cut.channels <= ROWS_AHEAD}
 
     def summaries():
         results = launch.summaries()
