@@ -1,7 +1,7 @@
 """From the segments' summaries to what each segment starts from: the kernel between the two passes, both ways.
 
-State elements do not meet here, so a program's lanes are neighbours in the plane of (state, dim), one a thread. Of a tile
-[state, channels] the layout would follow the load of A, and every store cross shared memory between two barriers.
+State elements do not meet here, so a program's lanes are neighbours in the plane of (state, dim), one a thread. Of a
+tile [state, channels] the layout would follow the load of A, and every store cross shared memory between two barriers.
 """
 
 from __future__ import annotations
