@@ -27,7 +27,7 @@ from pallas_scan.problem import Operands, Options
 
 LOG2_E = float(np.log2(np.e))
 MAX_CHUNK = 16  # steps unrolled in a loop body; the compiler's time grows faster than their number
-ROWS_AHEAD = 16
+ROWS_AHEAD = 16  # channels of a tile up to which a row of B or C, carried ahead, is few registers
 MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
 
 

@@ -23,7 +23,7 @@ FORWARD_VALUES = 64  # of a tile, a thread: the state and A take twice as many r
 BACKWARD_VALUES = 16  # the backward holds a chunk's states, A, dA and the cotangent
 KEPT_VALUES = 32  # of a chunk's decays, a thread, up to which keeping them does not spill
 COMBINED_LANES = 128  # of a program of `combine`, one a thread
-ROWS_AHEAD = 16  # channels
+ROWS_AHEAD = 16  # channels up to which the loop carries the next chunk's rows of B and C
 COMBINED = 32  # segments whose summaries it loads together
 RESIDENT = 8  # programs of a multiprocessor
 
