@@ -18,7 +18,7 @@ from pallas_scan.pallas_tile import LOG2_E, Cut, carried, exp2, launch, segment_
 from pallas_scan.problem import Operands, Options
 
 LANES = 128  # of a program
-TOGETHER = 64  # segments whose summaries are loaded together: one waits as long as all of them
+TOGETHER = 32  # segments whose summaries are loaded together: one waits as long as all of them
 
 
 def summary_shapes(cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:
