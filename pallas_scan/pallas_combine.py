@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
-from pallas_scan.pallas_tile import LOG2_E, Cut, carried, exp2, launch, segment_passes
+from pallas_scan.pallas_tile import LOG2_E, Cut, carried, exp2, launch, load, segment_passes
 from pallas_scan.problem import Operands, Options
 
 LANES = 128  # of a program
@@ -78,20 +78,20 @@ def _kernel(refs: dict, cut: Cut, *, backwards: bool) -> None:
     batch = pl.program_id(1)
     lanes = pl.program_id(0) * LANES + lax.iota(jnp.int32, LANES)
     states, channels = lax.div(lanes, jnp.int32(cut.dim)), lax.rem(lanes, jnp.int32(cut.dim))
-    exists = None if cut.state * cut.dim % LANES == 0 else lanes < cut.state * cut.dim
-
-    def load(name, *index):
-        return plgpu.load(refs[name].at[index], mask=exists, other=None if exists is None else 0.0)
-
-    A = load("A", batch if refs["A"].shape[0] > 1 else 0, channels, states) * LOG2_E
-    h = load("initial", batch, lanes) if "initial" in refs else jnp.zeros((LANES,), jnp.float32)
+    plane = cut.state * cut.dim
+    exists = None if plane % LANES == 0 else lanes < plane
+    A = load(refs["A"], batch if refs["A"].shape[0] > 1 else 0, channels, states, mask=exists) * LOG2_E
+    h = jnp.zeros((LANES,), jnp.float32)
+    if "initial" in refs:
+        h = load(refs["initial"], batch, lanes, mask=exists)
 
     def pass_over(first: Array | int, count: int, h: Array) -> Array:
         segments = [cut.segments - 1 - first - i if backwards else first + i for i in range(count)]
         loaded = []
         for segment in segments:
             keep = refs["passes"][batch, segment] if "passes" in refs else None
-            loaded.append((load("ends", batch, segment, lanes), load("totals", batch, segment, channels), keep))
+            end = load(refs["ends"], batch, segment, lanes, mask=exists)
+            loaded.append((end, load(refs["totals"], batch, segment, channels, mask=exists), keep))
         for segment, (end, total, keep) in zip(segments, loaded, strict=True):
             plgpu.store(refs["starts"].at[batch, segment, lanes], h, mask=exists)
             h = carried(exp2(total * A, cut) * h, keep) + end

@@ -27,7 +27,6 @@ from pallas_scan.problem import Operands, Options
 
 LOG2_E = float(np.log2(np.e))
 MAX_CHUNK = 16  # steps unrolled in a loop body; the compiler's time grows faster than their number
-ROWS_AHEAD = 16  # channels of a tile up to which a row of B or C, carried ahead, is few registers
 MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
 
 
@@ -62,11 +61,6 @@ class Cut:
     def states_contiguous(self) -> bool:
         """Whether A is read with the states of a channel next to each other."""
         return self.dim_block <= 16
-
-    @property
-    def rows_ahead(self) -> bool:
-        """Whether the loop carries B and C of its next chunk too."""
-        return self.dim_block <= ROWS_AHEAD
 
     @property
     def width(self) -> int:
@@ -155,6 +149,11 @@ def softplus(x: Array) -> Array:
     return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
+def load(ref: Any, *index: Any, mask: Array | None) -> Array:
+    """Zero where masked."""
+    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
 @dataclasses.dataclass
 class Step:
     """Operands of one step: [dim_block] vectors, and B and C as [state] vectors. As stored, not yet float32."""
@@ -218,8 +217,7 @@ class Program:
         return self.batch if self.refs[name].shape[0] > 1 else 0
 
     def load(self, name: str, *index: Any, mask: Array | None = None) -> Array:
-        other = None if mask is None else 0
-        return plgpu.load(self.refs[name].at[index], mask=mask, other=other)
+        return load(self.refs[name], *index, mask=mask)
 
     def vector(self, name: str, *index: Any, inside: Array | None = None) -> Array:
         """[dim_block] of an array whose last axis is dim."""
@@ -312,12 +310,12 @@ class Program:
         z, dout, B, C = (which.get(name, False) for name in ("z", "dout", "B", "C"))
         positions = self.positions(chunk)
         steps = [self.activations(p, z=z, dout=dout) for p in positions]
-        return self._with_matrices(steps, positions, B, C) if self.cut.rows_ahead else steps
+        return self._with_matrices(steps, positions, B, C) if self.cut.states_contiguous else steps
 
     def arrived(self, steps: list[Step], chunk: Array | int, **which: bool) -> list[tuple[Step, Array]]:
         """What `ahead` loaded, now that it is this chunk's turn, complete and with the steps' positions."""
         positions = self.positions(chunk)
-        if not self.cut.rows_ahead:
+        if not self.cut.states_contiguous:
             steps = self._with_matrices(steps, positions, which.get("B", False), which.get("C", False))
         return list(zip(steps, positions, strict=True))
 

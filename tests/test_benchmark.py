@@ -138,6 +138,21 @@ def test_an_interrupt_leaves_the_old_file(tmp_path):
     assert out.read_text() == "old" and os.listdir(tmp_path) == ["b.json"]
 
 
+def test_an_interrupt_leaves_the_rows_so_far(tmp_path):
+    out = tmp_path / "b.json"
+    flags = ["--shapes=1x64x8x4", "--implementations=scan", "--samples=1000000", "--seconds=2", f"--out={out}"]
+    command = [sys.executable, "-m", "tools.benchmark", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert any(line.startswith("1x64x8x4 float32 fwd: ") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and os.listdir(tmp_path) == ["b.json.partial"]
+    assert [row["mode"] for row in recording.read_results(f"{out}.partial")] == ["fwd"]
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     out = tmp_path / "b.json"
     out.write_text("old")

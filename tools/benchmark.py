@@ -410,7 +410,7 @@ def main(argv: list[str]) -> None:
     other = recording.read_results(_COMPARE.value) if _COMPARE.value else None
     console.print(table(results, other))
     write(_OUT.value, record(shapes, results))
-    partial.unlink()
+    partial.unlink(missing_ok=True)
     console.print(f"wrote {_OUT.value}")
 
 

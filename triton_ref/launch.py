@@ -23,8 +23,7 @@ FORWARD_VALUES = 64  # of a tile, a thread: the state and A take twice as many r
 BACKWARD_VALUES = 16  # the backward holds a chunk's states, A, dA and the cotangent
 KEPT_VALUES = 32  # of a chunk's decays, a thread, up to which keeping them does not spill
 COMBINED_LANES = 128  # of a program of `combine`, one a thread
-ROWS_AHEAD = 16  # channels up to which the loop carries the next chunk's rows of B and C
-COMBINED = 32  # segments whose summaries it loads together
+COMBINED = 32  # segments whose summaries such a program loads together
 RESIDENT = 8  # programs of a multiprocessor
 
 
@@ -68,6 +67,11 @@ class Cut:
     channels: int
     warps: int
     segment: int
+
+    @property
+    def narrow(self) -> bool:
+        """Of a narrow tile A is read as it lies, and the rows of B and C of the next chunk are few registers."""
+        return self.channels <= 16
 
 
 def forward_cut(scan: Scan) -> Cut:
@@ -174,7 +178,7 @@ class _Launch:
         }
         self.sizes = (seq, dim, self.width, self.blocks, self.segments, cut.segment)
         # Of a wide tile A is read with channels contiguous, so that sums over the state stay in a thread.
-        self.A = scan.A if cut.channels <= 16 or batch == 0 else self.turned(scan.A)
+        self.A = scan.A if cut.narrow or batch == 0 else self.turned(scan.A)
         self.rates = (self.A.stride(1), self.A.stride(0))
 
     def links(self) -> dict[str, bool]:
@@ -261,7 +265,7 @@ def forward(scan: Scan, *, save: bool, cut: Cut | None = None) -> tuple[torch.Te
     saved = launch.new(batch, rows, state, dim)
     if batch == 0:
         return _rounded(out, scan.u), final, saved
-    matrices = {"B_FIXED": scan.B.dim() == 2, "ROWS_AHEAD": launch.cut.channels <= ROWS_AHEAD}
+    matrices = {"B_FIXED": scan.B.dim() == 2, "ROWS_AHEAD": launch.cut.narrow}
 
     def summaries():
         results = launch.summaries()
