@@ -21,13 +21,13 @@ from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
 from pallas_scan.pallas_combine import between_devices, combine, summary_shapes
+from pallas_scan.pallas_cut import Cut
 from pallas_scan.pallas_tile import (
     LOG2_E,
-    Cut,
     Program,
     Step,
     as_float32,
-    as_tile,
+    as_tiles,
     call,
     carried,
     exp2,
@@ -133,7 +133,7 @@ def _cotangent_of_y(step: Step, cut: Cut) -> Array:
 
 def _summary_kernel(program: Program) -> None:
     cut = program.cut
-    A, C = program.decay_rates(), program.fixed_matrix("C")
+    (A,), C = program.decay_rates(), program.fixed_matrix("C")
     bias = program.parameter_vector("delta_bias")
     chunks = program.chunks
 
@@ -144,7 +144,8 @@ def _summary_kernel(program: Program) -> None:
         following = program.ahead(chunk - 1, z=True, dout=True, C=True)
         for step, position in reversed(steps):
             delta, _ = program.step_size(step.delta, bias, position)
-            g = g + as_tile(step.C, C, cut) * _cotangent_of_y(step, cut)[None, :]
+            (C_t,) = as_tiles(step.C, C, cut)
+            g = g + C_t * _cotangent_of_y(step, cut)[None, :]
             g = carried(exp2(delta[None, :] * A, cut) * g, step.keep)
             total = total + delta
         return g, total, following
@@ -159,7 +160,7 @@ def _summary_kernel(program: Program) -> None:
 
 def _gradient_kernel(program: Program) -> None:
     cut, refs = program.cut, program.refs
-    A, B, C = program.decay_rates(), program.fixed_matrix("B"), program.fixed_matrix("C")
+    (A,), B, C = program.decay_rates(), program.fixed_matrix("B"), program.fixed_matrix("C")
     bias, skip = (program.parameter_vector(name) for name in ("delta_bias", "D"))
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     zero_vector = jnp.zeros((cut.dim_block,), jnp.float32)
@@ -181,7 +182,8 @@ def _gradient_kernel(program: Program) -> None:
         delta, _ = program.step_size(step.delta, bias, position)
         decay = exp2(delta[None, :] * A, cut)
         drive = delta * as_float32(step.u, cut)
-        return carried(decay * h, step.keep) + drive[None, :] * as_tile(step.B, B, cut), decay
+        (B_t,) = as_tiles(step.B, B, cut)
+        return carried(decay * h, step.keep) + drive[None, :] * B_t, decay
 
     def chunk_body(chunk, h, g, sums):
         positions = program.positions(chunk)
@@ -201,7 +203,7 @@ def _gradient_kernel(program: Program) -> None:
             delta, raw_delta = program.step_size(step.delta, bias, position)
             drive = delta * u
             dy = _cotangent_of_y(step, cut)
-            B_t, C_t = as_tile(step.B, B, cut), as_tile(step.C, C, cut)
+            (B_t,), (C_t,) = as_tiles(step.B, B, cut), as_tiles(step.C, C, cut)
 
             if step.z is not None:
                 y = jnp.sum(after * C_t, axis=0)

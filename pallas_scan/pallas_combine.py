@@ -1,10 +1,14 @@
-"""From the segments' summaries to what each segment starts from: the kernel between the two passes, both ways.
+"""From the segments' summaries to what each segment starts from, both ways: the kernel between the two passes, and,
+where segments lie side by side in a program, what it does between its own.
 
 State elements do not meet here, so a program's lanes are neighbours in the plane of (state, dim), one a thread. Of a
 tile [state, channels] the layout would follow the load of A, and every store cross shared memory between two barriers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +18,13 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
-from pallas_scan.pallas_tile import LOG2_E, Cut, carried, exp2, launch, load, segment_passes
+from pallas_scan.pallas_cut import Cut
+from pallas_scan.pallas_tile import LOG2_E, Program, carried, exp2, launch, load, segment_passes
 from pallas_scan.problem import Operands, Options
 
 LANES = 128  # of a program
 TOGETHER = 32  # segments whose summaries are loaded together: one waits as long as all of them
+SIDES = 8  # the same within a program, whose registers the scan needs: with 32 a program of 16 warps spills
 
 
 def summary_shapes(cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:
@@ -85,18 +91,87 @@ def _kernel(refs: dict, cut: Cut, *, backwards: bool) -> None:
     if "initial" in refs:
         h = load(refs["initial"], batch, lanes, mask=exists)
 
+    def read(segment: Array | int) -> Summary:
+        keep = refs["passes"][batch, segment] if "passes" in refs else None
+        end = load(refs["ends"], batch, segment, lanes, mask=exists)
+        return end, load(refs["totals"], batch, segment, channels, mask=exists), keep
+
+    def write(segment: Array | int, h: Array) -> None:
+        plgpu.store(refs["starts"].at[batch, segment, lanes], h, mask=exists)
+
     def pass_over(first: Array | int, count: int, h: Array) -> Array:
         segments = [cut.segments - 1 - first - i if backwards else first + i for i in range(count)]
-        loaded = []
-        for segment in segments:
-            keep = refs["passes"][batch, segment] if "passes" in refs else None
-            end = load(refs["ends"], batch, segment, lanes, mask=exists)
-            loaded.append((end, load(refs["totals"], batch, segment, channels, mask=exists), keep))
-        for segment, (end, total, keep) in zip(segments, loaded, strict=True):
-            plgpu.store(refs["starts"].at[batch, segment, lanes], h, mask=exists)
-            h = carried(exp2(total * A, cut) * h, keep) + end
-        return h
+        return _through(segments, h, A, cut, read, write)
 
     rounds, rest = divmod(cut.segments, TOGETHER)
     h = lax.fori_loop(0, rounds, lambda r, h: pass_over(r * TOGETHER, TOGETHER, h), h)
     pass_over(rounds * TOGETHER, rest, h)
+
+
+Summary = tuple[Array, Array, Array | None]  # a segment's end from zero, its Σδ, and whether anything passes through it
+
+
+def _through(
+    segments: list[Any],
+    h: Array,
+    A: Array,
+    cut: Cut,
+    read: Callable[[Any], Summary],
+    write: Callable[[Any, Array], None],
+) -> Array:
+    """h after the segments, each of whose starts is written. All are read before the first is."""
+    summaries = [read(segment) for segment in segments]
+    for segment, (end, total, keep) in zip(segments, summaries, strict=True):
+        write(segment, h)
+        h = carried(exp2(total * A, cut) * h, keep) + end
+    return h
+
+
+class Lanes:
+    """The plane of a program's states and channels, one lane a thread, where segments lie side by side in it."""
+
+    def __init__(self, program: Program) -> None:
+        cut, self.program = program.cut, program
+        lanes = lax.iota(jnp.int32, cut.dim_block * cut.state_block)
+        self.local, self.states = lax.div(lanes, jnp.int32(cut.state_block)), lax.rem(lanes, jnp.int32(cut.state_block))
+        inside = program.first + self.local
+        self.channels = program.group * cut.width + inside
+        self.mask = None if cut.width % cut.dim_block == 0 else inside < cut.width
+        self.exist = None if cut.state == cut.state_block else self.states < cut.state
+        if self.mask is not None and self.exist is not None:
+            self.exist = self.mask & self.exist
+        elif self.exist is None:
+            self.exist = self.mask
+        self.A = program.load("A", program.row("A"), self.channels, self.states, mask=self.mask) * LOG2_E
+
+    def initial(self) -> Array:
+        program = self.program
+        if "initial_state" not in program.refs:
+            return jnp.zeros(self.channels.shape, jnp.float32)
+        return program.load("initial_state", program.batch, self.states, self.channels, mask=self.exist)
+
+    def store_final(self, h: Array) -> None:
+        program = self.program
+        index = (program.batch, self.states, self.channels)
+        plgpu.store(program.refs["final"].at[index], h, mask=self.exist)
+
+    def combine(self, number: Array | int, h: Array) -> Array:
+        """What the next round starts from. What the segments of this one start from takes their ends' place."""
+        program = self.program
+        refs, cut = program.refs, program.cut
+        place = (program.batch, program.block)
+
+        def read(side: Array | int) -> Summary:
+            keep = refs["passes"][program.batch, number * cut.together + side] if "passes" in refs else None
+            end = program.load("ends", *place, side, self.local, self.states)
+            return end, program.load("totals", *place, side, self.local), keep
+
+        def write(side: Array | int, h: Array) -> None:
+            plgpu.store(refs["ends"].at[(*place, side, self.local, self.states)], h)
+
+        count = min(SIDES, cut.together)
+
+        def some(i: Array | int, h: Array) -> Array:
+            return _through([i * count + k for k in range(count)], h, self.A, cut, read, write)
+
+        return lax.fori_loop(0, cut.together // count, some, h)

@@ -5,7 +5,8 @@
     scan        each segment again, from that state
 
 One segment needs the last of them alone. Where batch × dim fills the GPU, one is right: two passes double the exps, and
-the exp unit is the floor (16 a clock a multiprocessor).
+the exp unit is the floor (16 a clock a multiprocessor). Segments that lie side by side in one program go through the
+three in one kernel, round by round: nothing is launched between them, and the second pass finds its operands in cache.
 
 Triton knows no aliasing and never moves a load above a store, so a chunk's loads come before its first store, and
 the next chunk's activations are carried through the loop.
@@ -19,20 +20,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
-from pallas_scan.pallas_combine import between_devices, combine, summary_shapes
+from pallas_scan.pallas_combine import Lanes, between_devices, combine, summary_shapes
+from pallas_scan.pallas_cut import Cut
 from pallas_scan.pallas_tile import (
-    Cut,
     Program,
     Step,
     as_float32,
-    as_tile,
+    as_tiles,
     call,
     carried,
     exp2,
     kernel_inputs,
+    segment_passes,
     sigmoid,
 )
 from pallas_scan.problem import Operands, Options
@@ -44,6 +47,17 @@ def scan(ops: Operands, options: Options, cut: Cut, *, save: bool) -> tuple[Arra
     """Returns out, the final state (batch, state, dim) and, with save, the state before every `cut.save_every` steps,
     (batch, rows, state, dim)."""
     inputs = kernel_inputs(ops, cut)
+    outputs = {
+        "out": jax.ShapeDtypeStruct(ops.u.shape, ops.u.dtype),
+        "final": jax.ShapeDtypeStruct((cut.batch, cut.state, cut.dim), jnp.float32),
+    }
+    if save:
+        rows = -(-cut.seq // cut.save_every)
+        outputs["saved"] = jax.ShapeDtypeStruct((cut.batch, rows, cut.state, cut.dim), jnp.float32)
+    if cut.together > 1:
+        results = _together(ops, cut, inputs, outputs)
+        return results["out"], results["final"], results.get("saved")
+
     if cut.segments > 1 or options.axis_name is not None:
         initial = inputs.pop("initial_state", None)
         summaries = _summaries(cut, inputs)
@@ -52,14 +66,6 @@ def scan(ops: Operands, options: Options, cut: Cut, *, save: bool) -> tuple[Arra
             before = between_devices(ops, options, cut, summaries, initial, backwards=False)
             initial = before if initial is None else initial + before
         inputs["starts"] = combine(ops, cut, summaries, initial, backwards=False)
-    states = (cut.state, cut.dim)
-    outputs = {
-        "out": jax.ShapeDtypeStruct(ops.u.shape, ops.u.dtype),
-        "final": jax.ShapeDtypeStruct((cut.batch, *states), jnp.float32),
-    }
-    if save:
-        rows = -(-cut.seq // cut.save_every)
-        outputs["saved"] = jax.ShapeDtypeStruct((cut.batch, rows, *states), jnp.float32)
     results = call(_scan_kernel, "selective_scan_fwd", cut, inputs, outputs)
     return results["out"], results["final"], results.get("saved")
 
@@ -69,62 +75,125 @@ def _summaries(cut: Cut, inputs: dict[str, Array]) -> dict[str, Array]:
     return call(_summary_kernel, "selective_scan_fwd_summaries", cut, read, summary_shapes(cut))
 
 
-def _advance(program: Program, h: Array, A: Array, B: Array | None, step: Step, delta: Array) -> Array:
-    cut = program.cut
-    drive = delta * as_float32(step.u, cut)
-    decayed = carried(exp2(delta[None, :] * A, cut) * h, step.keep)
-    return decayed + drive[None, :] * as_tile(step.B, B, cut)
+def _together(
+    ops: Operands, cut: Cut, inputs: dict[str, Array], outputs: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, Array]:
+    passes = segment_passes(ops, cut)
+    if passes is not None:
+        inputs["passes"] = passes
+    sides = (cut.batch, cut.dim_blocks, cut.together, cut.dim_block)
+    outputs["ends"] = jax.ShapeDtypeStruct((*sides, cut.state_block), jnp.float32)
+    outputs["totals"] = jax.ShapeDtypeStruct(sides, jnp.float32)
+    return call(_together_kernel, "selective_scan_fwd", cut, inputs, outputs)
 
 
 def _summary_kernel(program: Program) -> None:
+    h, total = _summarise(program, Constants(program, readout=False))
+    program.store_tiles("ends", h, program.batch, program.segment)
+    program.store_vector("totals", total, program.batch, program.segment)
+
+
+def _scan_kernel(program: Program) -> None:
+    cut, refs = program.cut, program.refs
+    constants = Constants(program, readout=True)
+    h = _zero(cut)
+    if "initial_state" in refs:
+        h = [program.tile("initial_state", program.batch)]
+    if "starts" in refs:
+        h = [program.segment_start()]
+    h = _scan(program, constants, h)
+
+    @pl.when(program.segment == cut.segments - 1)
+    def _store_final() -> None:
+        program.store_tiles("final", h, program.batch)
+
+
+def _together_kernel(program: Program) -> None:
+    cut, constants, lanes = program.cut, Constants(program, readout=True), Lanes(program)
+
+    def one_round(number: Array, before: Array) -> Array:
+        there = program.in_round(number)
+        h, total = _summarise(there, constants)
+        there.hand("ends", h)
+        there.hand_vector("totals", total)
+        _barrier(cut)
+        after = lanes.combine(number, before)
+        _barrier(cut)
+        _scan(there, constants, there.handed("ends"))
+        return after
+
+    lanes.store_final(lax.fori_loop(0, cut.rounds, one_round, lanes.initial()))
+
+
+def _barrier(cut: Cut) -> None:
+    """What a program's threads wrote is there for all of them after it."""
+    if not cut.interpret:  # no rule there, and no threads
+        plgpu.debug_barrier()
+
+
+class Constants:
+    """What does not vary with time: B and C where they are tiles, None where they are rows."""
+
+    def __init__(self, program: Program, *, readout: bool) -> None:
+        self.A, self.B = program.decay_rates(), program.fixed_matrix("B")
+        self.bias = program.parameter_vector("delta_bias")
+        self.C = program.fixed_matrix("C") if readout else None
+        self.skip = program.parameter_vector("D") if readout else None
+
+
+def _zero(cut: Cut) -> list[Array]:
+    return [jnp.zeros((*cut.lead, cut.tile_states, cut.dim_block), jnp.float32)] * cut.tiles
+
+
+def _advance(program: Program, constants: Constants, h: list[Array], step: Step, delta: Array) -> list[Array]:
     cut = program.cut
-    A, B = program.decay_rates(), program.fixed_matrix("B")
-    bias = program.parameter_vector("delta_bias")
+    drive = delta * as_float32(step.u, cut)
+
+    def advanced(h: Array, A: Array, B: Array) -> Array:
+        return carried(exp2(delta[..., None, :] * A, cut) * h, step.keep) + drive[..., None, :] * B
+
+    return list(map(advanced, h, constants.A, as_tiles(step.B, constants.B, cut)))
+
+
+def _summarise(program: Program, constants: Constants) -> tuple[list[Array], Array]:
+    """The state after the segment from zero, and Σδ."""
+    cut = program.cut
 
     def body(chunk, carry):
         h, total, steps = carry
         steps = program.arrived(steps, chunk, B=True)
         following = program.ahead(chunk + 1, B=True)
         for step, position in steps:
-            delta, _ = program.step_size(step.delta, bias, position)
-            h = _advance(program, h, A, B, step, delta)
+            delta, _ = program.step_size(step.delta, constants.bias, position)
+            h = _advance(program, constants, h, step, delta)
             total = total + delta
         return h, total, following
 
-    zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
-    carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), program.ahead(0, B=True))
+    carry = (_zero(cut), jnp.zeros((*cut.lead, cut.dim_block), jnp.float32), program.ahead(0, B=True))
     h, total, _ = lax.fori_loop(0, program.chunks, body, carry)
-    program.store_tile("ends", h, program.batch, program.segment)
-    program.store_vector("totals", total, program.batch, program.segment)
+    return h, total
 
 
-def _scan_kernel(program: Program) -> None:
-    cut, refs = program.cut, program.refs
-    A, B, C = program.decay_rates(), program.fixed_matrix("B"), program.fixed_matrix("C")
-    bias, skip = (program.parameter_vector(name) for name in ("delta_bias", "D"))
-    h = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
-    if "initial_state" in refs:
-        h = program.tile("initial_state", program.batch)
-    if "starts" in refs:
-        h = program.segment_start()
-
-    saving = math.gcd(cut.chunk, cut.save_every) if "saved" in refs else 0  # steps between those that may be due
+def _scan(program: Program, constants: Constants, h: list[Array]) -> list[Array]:
+    """The segment from h: writes out, and states where they are saved."""
+    cut = program.cut
+    saving = math.gcd(cut.chunk, cut.save_every) if "saved" in program.refs else 0  # steps between those maybe due
 
     def body(chunk, carry):
         h, steps = carry
         if saving:  # before the loads: after them it would wait for all, and keep them in registers
-            _save(program, h, program.positions(chunk)[0])
+            _save(program, h, chunk * cut.chunk)
         steps = program.arrived(steps, chunk, B=True, C=True)
         following = program.ahead(chunk + 1, z=True, B=True, C=True)
         outs = []
         for k, (step, position) in enumerate(steps):
             if saving and k and k % saving == 0:
-                _save(program, h, position)
-            delta, _ = program.step_size(step.delta, bias, position)
-            h = _advance(program, h, A, B, step, delta)
-            y = jnp.sum(h * as_tile(step.C, C, cut), axis=0)
-            if skip is not None:
-                y = y + skip * as_float32(step.u, cut)
+                _save(program, h, chunk * cut.chunk + k)
+            delta, _ = program.step_size(step.delta, constants.bias, position)
+            h = _advance(program, constants, h, step, delta)
+            y = _read_out(h, as_tiles(step.C, constants.C, cut))
+            if constants.skip is not None:
+                y = y + constants.skip * as_float32(step.u, cut)
             if step.z is not None:
                 z = as_float32(step.z, cut)
                 y = y * z * sigmoid(z)
@@ -133,19 +202,30 @@ def _scan_kernel(program: Program) -> None:
             program.store_vector("out", y, program.batch, program.time(position), inside=program.inside(position))
         return h, following
 
-    carry = (h, program.ahead(0, z=True, B=True, C=True))
-    h, _ = lax.fori_loop(0, program.chunks, body, carry)
-
-    @pl.when(program.segment == cut.segments - 1)
-    def _store_final() -> None:
-        program.store_tile("final", h, program.batch)
+    h, _ = lax.fori_loop(0, program.chunks, body, (h, program.ahead(0, z=True, B=True, C=True)))
+    return h
 
 
-def _save(program: Program, h: Array, position: Array) -> None:
-    due = position % program.cut.save_every == 0
-    if program.ragged:
-        due = due & (position < program.cut.seq)
+def _read_out(h: list[Array], C: list[Array]) -> Array:
+    """Σ over the state of h C; over tiles first, where a multiply and an add are one instruction."""
+    products = h[0] * C[0]
+    for tile, row in zip(h[1:], C[1:], strict=True):
+        products = products + tile * row
+    return jnp.sum(products, axis=-2)
+
+
+def _save(program: Program, h: list[Array], local: Array | int) -> None:
+    """Where it is due at the segment's `local` step."""
+    cut, position = program.cut, program.position(local)
+    row, inside = position // cut.save_every, program.inside(position)
+    if cut.together > 1 and cut.segment % cut.save_every:  # due in some of the segments
+        due = position % cut.save_every == 0
+        program.store_tiles("saved", h, program.batch, row, inside=due if inside is None else due & inside)
+        return
+    due = (local if cut.together > 1 else position) % cut.save_every == 0
+    if cut.together == 1 and inside is not None:
+        due = due & inside
 
     @pl.when(due)
     def _():
-        program.store_tile("saved", h, program.batch, position // program.cut.save_every)
+        program.store_tiles("saved", h, program.batch, row, inside=inside)

@@ -1,15 +1,20 @@
-"""What the forward and the backward kernels share: how a scan is cut into programs, and a program's view of it.
+"""What the forward and the backward kernels share: a program's view of the scan.
 
 A program owns a tile [state, dim_block] of one batch row and walks over one segment of the sequence, chunk by chunk.
 Triton's layout of the tile follows the load of A. Of a wide tile A is read with channels contiguous: the lanes of a
 warp lie along the channels, and sums over the state stay in a thread where dim_block is 128 a warp. Of a narrow one it
 is read with states contiguous: 4 states a thread, or its lanes would lie along the state.
 
+Where segments lie side by side, a program's arrays have an axis of them in front, and the state is in tiles
+[together, 4, dim_block]: a thread then holds a channel of a segment with all its states, a vector [together, dim_block]
+has one value a thread, a row [together, 4] fewer than threads, and neither changes its layout on the way.
+
 Blocks of channels never straddle a group of B and C: a program reads one row of each.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -22,104 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from pallas_scan.config import KernelConfig
-from pallas_scan.problem import Operands, Options
+from pallas_scan.pallas_cut import TILE_STATES, Cut
+from pallas_scan.problem import Operands
 
 LOG2_E = float(np.log2(np.e))
-MAX_CHUNK = 16  # steps unrolled in a loop body; the compiler's time grows faster than their number
-MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """A configuration fitted to a shape; everything static that a kernel needs."""
-
-    batch: int
-    seq: int
-    dim: int
-    state: int
-    groups: int  # of channels; B and C may each have a divisor of them
-    chunk: int
-    dim_block: int
-    num_warps: int
-    segment: int
-    save_every: int
-    reverse: bool
-    delta_softplus: bool
-    interpret: bool
-
-    @property
-    def state_block(self) -> int:
-        return _power_of_two(self.state)
-
-    @property
-    def values_a_thread(self) -> int:
-        """Of a tile."""
-        return self.state_block * self.dim_block // (32 * self.num_warps)
-
-    @property
-    def states_contiguous(self) -> bool:
-        """Whether A is read with the states of a channel next to each other."""
-        return self.dim_block <= 16
-
-    @property
-    def width(self) -> int:
-        """Channels a group."""
-        return self.dim // self.groups
-
-    @property
-    def dim_blocks(self) -> int:
-        return self.groups * -(-self.width // self.dim_block)
-
-    @property
-    def segments(self) -> int:
-        return -(-self.seq // self.segment)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return (self.dim_blocks, self.segments, self.batch)
-
-
-def _power_of_two(x: int) -> int:
-    return 1 << max(0, x - 1).bit_length()
-
-
-def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, interpret: bool, intervals: bool) -> Cut:
-    """Adjusts a configuration to a shape: blocks no larger than the shape, at most `thread` values a thread of a tile.
-
-    With `intervals` a segment holds whole intervals between saved states, and an interval whole chunks.
-    """
-    batch, seq, dim, state = ops.sizes
-    counts = [x.shape[2] for x in (ops.B, ops.C) if x.ndim == 4]
-    groups = int(np.lcm.reduce(counts)) if counts else 1
-    save_every = options.save_every
-    chunk = min(config.chunk, MAX_CHUNK, _power_of_two(seq))
-    while intervals and save_every % chunk:
-        chunk //= 2
-    state_block = _power_of_two(state)
-    dim_block = min(config.dim_block, _power_of_two(dim // groups))
-    while dim_block > 1 and dim_block * state_block > thread * 32 * config.num_warps:
-        dim_block //= 2
-    num_warps = config.num_warps
-    while num_warps > 1 and dim_block * state_block < 32 * num_warps:
-        num_warps //= 2
-    unit = save_every if intervals else chunk
-    segment = min(-(-config.segment // unit), -(-seq // unit)) * unit
-    return Cut(
-        batch=batch,
-        seq=seq,
-        dim=dim,
-        state=state,
-        groups=groups,
-        chunk=chunk,
-        dim_block=dim_block,
-        num_warps=num_warps,
-        segment=segment,
-        save_every=save_every,
-        reverse=options.reverse,
-        delta_softplus=options.delta_softplus,
-        interpret=interpret,
-    )
 
 
 def exp2(x: Array, cut: Cut) -> Array:
@@ -131,10 +42,11 @@ def exp2(x: Array, cut: Cut) -> Array:
     return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape])[0]
 
 
-def as_float32(x: Array, cut: Cut) -> Array:
-    """x in float32. Of bfloat16, pairs at once: two instructions, where the compiler's own conversion takes three.
-    Where a thread may hold one value (a vector on several warps, or of one channel), the compiler's own."""
-    if x.dtype != jnp.bfloat16 or cut.interpret or cut.num_warps > 1 or x.size == 1:
+def as_float32(x: Array, cut: Cut, *, row: bool = False) -> Array:
+    """x, a vector or a row of B or C, in float32. Of bfloat16, pairs at once, where a thread holds neighbours: two
+    instructions, where the compiler's own conversion takes three."""
+    paired = cut.tile_states == TILE_STATES if row and cut.together > 1 else cut.num_warps == 1 and x.size > 1
+    if x.dtype != jnp.bfloat16 or cut.interpret or not paired:
         return x.astype(jnp.float32)
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     asm = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
@@ -156,13 +68,13 @@ def load(ref: Any, *index: Any, mask: Array | None) -> Array:
 
 @dataclasses.dataclass
 class Step:
-    """Operands of one step: [dim_block] vectors, and B and C as [state] vectors. As stored, not yet float32."""
+    """Operands of one step: vectors, and of B and C a row for each tile. As stored, not yet float32."""
 
     u: Array
     delta: Array
     z: Array | None
-    B: Array | None
-    C: Array | None
+    B: list[Array] | None
+    C: list[Array] | None
     keep: Array | None
     dout: Array | None
 
@@ -178,12 +90,20 @@ class Program:
         self.block, self.segment, self.batch = (pl.program_id(axis) for axis in range(3))
         per_group = -(-cut.width // cut.dim_block)
         self.group = self.block // per_group
-        inside = (self.block % per_group) * cut.dim_block + lax.iota(jnp.int32, cut.dim_block)
+        self.first = (self.block % per_group) * cut.dim_block  # channel, of its group
+        self.lanes = lax.iota(jnp.int32, cut.dim_block)
+        inside = self.first + self.lanes
         self.channels = self.group * cut.width + inside  # [dim_block]
-        self.states = lax.iota(jnp.int32, cut.state_block)  # [state]
+        self.states = lax.iota(jnp.int32, cut.tile_states)  # of the first tile
         self.channel_mask = None if cut.width % cut.dim_block == 0 else inside < cut.width
-        self.state_mask = None if cut.state == cut.state_block else self.states < cut.state
-        self.ragged = cut.seq % cut.chunk != 0  # elsewhere the last segment has fewer chunks, and no masks
+        # Where each segment has a program, the last has fewer chunks, and no masks.
+        self.ragged = cut.seq % (cut.chunk if cut.together == 1 else cut.segments * cut.segment) != 0
+
+    def in_round(self, number: Array | int) -> Program:
+        """The program at its segments of a round."""
+        there = copy.copy(self)
+        there.segment = number * self.cut.together + lax.iota(jnp.int32, self.cut.together)
+        return there
 
     # --- positions ---
 
@@ -198,7 +118,7 @@ class Program:
 
     def chunks_from(self, local: Array | int, most: int) -> Array | int:
         """How many, at most `most`, from the segment's `local` step on, before the sequence ends."""
-        if self.cut.seq % (most * self.cut.chunk) == 0:
+        if self.cut.together > 1 or self.cut.seq % (most * self.cut.chunk) == 0:
             return most
         left = self.cut.seq - self.position(local)
         return jnp.minimum(most, (left + self.cut.chunk - 1) // self.cut.chunk)
@@ -220,47 +140,114 @@ class Program:
         return load(self.refs[name], *index, mask=mask)
 
     def vector(self, name: str, *index: Any, inside: Array | None = None) -> Array:
-        """[dim_block] of an array whose last axis is dim."""
-        return self.load(name, *index, self.channels, mask=_both(self.channel_mask, inside, self.channels.shape))
+        """[*lead, dim_block] of an array whose last axis is dim."""
+        return self.load(name, *self._vector_index(index), mask=self._vector_mask(inside))
+
+    def store_vector(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
+        ref, mask = self.refs[name], self._vector_mask(inside)
+        if self.cut.interpret and inside is not None:  # what is masked is written back there, over another's value
+            index = tuple(jnp.where(inside, x, jnp.int32(2**30)) if jnp.ndim(x) else x for x in index)
+        plgpu.store(ref.at[self._vector_index(index)], value.astype(ref.dtype), mask=mask)
 
     def tile(self, name: str, *index: Any) -> Array:
         """[state, dim_block] of an array whose last axes are state, dim."""
         return self.load(name, *index, *self._tile_index(), mask=self._tile_mask())
 
-    def store_vector(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
-        ref = self.refs[name]
-        mask = _both(self.channel_mask, inside, self.channels.shape)
-        plgpu.store(ref.at[(*index, self.channels)], value.astype(ref.dtype), mask=mask)
-
     def store_tile(self, name: str, value: Array, *index: Any) -> None:
         plgpu.store(self.refs[name].at[(*index, *self._tile_index())], value, mask=self._tile_mask())
 
+    def store_tiles(self, name: str, tiles: list[Array], *index: Any, inside: Array | None = None) -> None:
+        """The state into an array whose last axes are state, dim."""
+        if self.cut.together == 1:
+            self.store_tile(name, tiles[0], *index)
+            return
+        # State by state: of a tile the layout would follow the store, and cross shared memory.
+        for state in range(self.cut.state):
+            tile, row = divmod(state, self.cut.tile_states)
+            here = along(self.states, tiles[tile].shape, 1) == row
+            value = jnp.sum(jnp.where(here, tiles[tile], -0.0), axis=-2)
+            self.store_vector(name, value, *index, jnp.int32(state), inside=inside)
+
     def store_states(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
         """[state] into an array whose last axis is state."""
-        mask = _both(self.state_mask, inside, self.states.shape)
+        mask = _both(self._state_mask(0), inside, self.states.shape)
         plgpu.store(self.refs[name].at[(*index, self.states)], value, mask=mask)
 
-    def decay_rates(self) -> Array:
-        """A log2 e, [state, dim_block]: exp(δ A) is exp2 of δ times this."""
-        index = self._tile_index()
-        index = index[::-1] if self.cut.states_contiguous else index
-        return self.load("A", self.row("A"), *index, mask=self._tile_mask()) * LOG2_E
+    def decay_rates(self) -> list[Array]:
+        """A log2 e in tiles: exp(δ A) is exp2 of δ times this."""
+        return [A * LOG2_E for A in self.parameter_tiles("A", states_contiguous=self.cut.states_contiguous)]
+
+    def parameter_tiles(self, name: str, *, states_contiguous: bool) -> list[Array]:
+        """Of an array (rows, dim, state), or (rows, state, dim) where its channels are contiguous."""
+
+        def load(number: int) -> Array:
+            states, channels = self._tile_index(number)
+            index = (channels, states) if states_contiguous else (states, channels)
+            return self.load(name, self.row(name), *index, mask=self._tile_mask(number))
+
+        return [load(number) for number in range(self.cut.tiles)]
 
     def segment_start(self) -> Array:
         """What the segment starts from, where there are several."""
         return self.tile("starts", self.batch, self.segment)
 
-    def _tile_index(self) -> tuple[Array, Array]:
-        shape = (self.cut.state_block, self.cut.dim_block)
+    # --- what a program's threads hand each other, where segments lie side by side ---
+
+    def handed(self, name: str) -> list[Array]:
+        """The state, out of an array (batch, blocks, together, dim_block, state)."""
+        return [self.load(name, *self._place(number)) for number in range(self.cut.tiles)]
+
+    def hand(self, name: str, tiles: list[Array]) -> None:
+        for number, tile in enumerate(tiles):
+            plgpu.store(self.refs[name].at[self._place(number)], tile)
+
+    def hand_vector(self, name: str, value: Array) -> None:
+        """Into an array (batch, blocks, together, dim_block)."""
+        place = (along(x, value.shape, axis) for axis, x in enumerate((self._sides(), self.lanes)))
+        plgpu.store(self.refs[name].at[(self.batch, self.block, *place)], value)
+
+    def _sides(self) -> Array:
+        return lax.iota(jnp.int32, self.cut.together)
+
+    def _place(self, number: int) -> tuple[Any, ...]:
+        shape = (*self.cut.lead, self.cut.tile_states, self.cut.dim_block)
+        states = self.states + number * self.cut.tile_states
         return (
-            lax.broadcast_in_dim(self.states, shape, (0,)),
-            lax.broadcast_in_dim(self.channels, shape, (1,)),
+            self.batch,
+            self.block,
+            along(self._sides(), shape, 0),
+            along(self.lanes, shape, 2),
+            along(states, shape, 1),
         )
 
-    def _tile_mask(self) -> Array | None:
-        shape = (self.cut.state_block, self.cut.dim_block)
-        states = None if self.state_mask is None else lax.broadcast_in_dim(self.state_mask, shape, (0,))
-        channels = None if self.channel_mask is None else lax.broadcast_in_dim(self.channel_mask, shape, (1,))
+    # --- indices and masks ---
+
+    def _vector_index(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        shape = (*self.cut.lead, self.cut.dim_block)
+        lead = (along(x, shape, 0) if jnp.ndim(x) else x for x in index)
+        return (*lead, along(self.channels, shape, -1))
+
+    def _vector_mask(self, inside: Array | None) -> Array | None:
+        shape = (*self.cut.lead, self.cut.dim_block)
+        channels = None if self.channel_mask is None else along(self.channel_mask, shape, -1)
+        return _both(channels, inside if inside is None or inside.ndim == 0 else along(inside, shape, 0), shape)
+
+    def _state_mask(self, number: int) -> Array | None:
+        """Which states of a tile exist."""
+        if self.cut.state == self.cut.state_block:
+            return None
+        return self.states + number * self.cut.tile_states < self.cut.state
+
+    def _tile_index(self, number: int = 0) -> tuple[Array, Array]:
+        shape = (*self.cut.lead, self.cut.tile_states, self.cut.dim_block)
+        states = self.states if number == 0 else self.states + number * self.cut.tile_states
+        return along(states, shape, -2), along(self.channels, shape, -1)
+
+    def _tile_mask(self, number: int = 0) -> Array | None:
+        shape = (*self.cut.lead, self.cut.tile_states, self.cut.dim_block)
+        states = self._state_mask(number) if self.cut.together == 1 else None  # there A is filled up
+        states = None if states is None else along(states, shape, -2)
+        channels = None if self.channel_mask is None else along(self.channel_mask, shape, -1)
         return _both(states, channels, shape)
 
     # --- the scan's own operands ---
@@ -282,22 +269,37 @@ class Program:
         """The step with its B, C and keep: small rows that every block of channels reads, so they come from a cache."""
         inside, time = self.inside(position), self.time(position)
 
-        def row(name):
+        def rows(name: str) -> list[Array] | None:
             ref = self.refs[name]
             if len(ref.shape) == 3:
                 return None
             group = self.group // (self.cut.groups // ref.shape[2])
-            mask = _both(self.state_mask, inside, self.states.shape)
-            return self.load(name, self.batch, time, group, self.states, mask=mask)
+            return [row(name, group, number) for number in range(self.cut.tiles)]
+
+        def row(name: str, group: Array, number: int) -> Array:
+            shape = (*self.cut.lead, self.cut.tile_states)
+            states = along(self.states if number == 0 else self.states + number * self.cut.tile_states, shape, -1)
+            exist = self._state_mask(number)
+            mask = _both(
+                None if exist is None else along(exist, shape, -1),
+                inside if inside is None or inside.ndim == 0 else along(inside, shape, 0),
+                shape,
+            )
+            return self.load(name, self.batch, along(time, shape, 0) if time.ndim else time, group, states, mask=mask)
 
         keep = None
         if "keep" in self.refs:
-            if inside is None:
-                keep = self.refs["keep"][self.batch, time]
-            else:
-                keep = self.refs["keep"][self.batch, jnp.clip(time, 0, self.cut.seq - 1)]
-                keep = jnp.where(inside, keep, 1)
-        return dataclasses.replace(step, B=row("B") if B else None, C=row("C") if C else None, keep=keep)
+            keep = self._keep(time, inside)
+        return dataclasses.replace(step, B=rows("B") if B else None, C=rows("C") if C else None, keep=keep)
+
+    def _keep(self, time: Array, inside: Array | None) -> Array:
+        if self.cut.together > 1:
+            keep = self.load("keep", self.batch, time, mask=inside)
+        elif inside is None:
+            return self.refs["keep"][self.batch, time]
+        else:
+            keep = self.refs["keep"][self.batch, jnp.clip(time, 0, self.cut.seq - 1)]
+        return keep if inside is None else jnp.where(inside, keep, 1)
 
     def positions(self, chunk: Array | int) -> list[Array]:
         """Of a chunk's steps, in scan order."""
@@ -310,14 +312,18 @@ class Program:
         z, dout, B, C = (which.get(name, False) for name in ("z", "dout", "B", "C"))
         positions = self.positions(chunk)
         steps = [self.activations(p, z=z, dout=dout) for p in positions]
-        return self._with_matrices(steps, positions, B, C) if self.cut.states_contiguous else steps
+        return self._with_matrices(steps, positions, B, C) if self._rows_ahead else steps
 
     def arrived(self, steps: list[Step], chunk: Array | int, **which: bool) -> list[tuple[Step, Array]]:
         """What `ahead` loaded, now that it is this chunk's turn, complete and with the steps' positions."""
         positions = self.positions(chunk)
-        if not self.cut.states_contiguous:
+        if not self._rows_ahead:
             steps = self._with_matrices(steps, positions, which.get("B", False), which.get("C", False))
         return list(zip(steps, positions, strict=True))
+
+    @property
+    def _rows_ahead(self) -> bool:
+        return self.cut.together == 1 and self.cut.states_contiguous
 
     def _with_matrices(self, steps: list[Step], positions: list[Array], B: bool, C: bool) -> list[Step]:
         return [self.matrices(s, p, B=B, C=C) for s, p in zip(steps, positions, strict=True)]
@@ -329,28 +335,37 @@ class Program:
         size = softplus(raw) if self.cut.delta_softplus else raw
         inside = self.inside(position)
         if inside is not None and (bias is not None or self.cut.delta_softplus):
-            size = jnp.where(inside, size, 0.0)
+            size = jnp.where(along(inside, size.shape, 0) if inside.ndim else inside, size, 0.0)
         return size, raw
 
     def parameter_vector(self, name: str) -> Array | None:
         return self.vector(name, self.row(name)) if name in self.refs else None
 
-    def fixed_matrix(self, name: str) -> Array | None:
-        """B or C where it does not vary; None where it does."""
-        return self.tile(name, self.row(name)) if len(self.refs[name].shape) == 3 else None
+    def fixed_matrix(self, name: str) -> list[Array] | None:
+        """B or C in tiles where it does not vary; None where it does."""
+        if len(self.refs[name].shape) != 3:
+            return None
+        return self.parameter_tiles(name, states_contiguous=self.cut.together > 1)
 
 
-def as_tile(row: Array | None, fixed: Array | None, cut: Cut) -> Array:
-    """B or C so that it multiplies a tile: one step's row, or the tile where it does not vary."""
+def as_tiles(rows: list[Array] | None, fixed: list[Array] | None, cut: Cut) -> list[Array]:
+    """B or C so that they multiply tiles: one step's rows, or the tiles where it does not vary."""
     if fixed is not None:
         return fixed
-    assert row is not None
-    return as_float32(row, cut)[:, None]
+    assert rows is not None
+    return [as_float32(row, cut, row=True)[..., :, None] for row in rows]
+
+
+def along(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """A vector as the `axis` of a shape."""
+    return x if x.shape == shape else lax.broadcast_in_dim(x, shape, (axis % len(shape),))
 
 
 def carried(x: Array, keep: Array | None) -> Array:
     """What passes into a step: nothing where a sequence begins."""
-    return x if keep is None else jnp.where(keep != 0, x, 0.0)
+    if keep is None:
+        return x
+    return jnp.where((along(keep, x.shape, 0) if keep.ndim else keep) != 0, x, 0.0)
 
 
 def _both(a: Array | None, b: Array | None, shape: tuple[int, ...]) -> Array | None:
@@ -367,12 +382,21 @@ def kernel_inputs(ops: Operands, cut: Cut) -> dict[str, Array]:
     def tiled(x: Array) -> Array:
         return jnp.swapaxes(x, -1, -2)
 
+    def whole(x: Array) -> Array:
+        """With all states of a tile, so that its rows are aligned."""
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, cut.state_block - cut.state)])
+
+    def fixed(x: Array) -> Array:
+        x = x.astype(jnp.float32)
+        return tiled(x) if cut.together == 1 else whole(x)
+
+    A = ops.A if cut.states_contiguous else tiled(ops.A)
     inputs = {
         "u": ops.u,
         "delta": ops.delta,
-        "A": ops.A if cut.states_contiguous else tiled(ops.A),
-        "B": ops.B if ops.B.ndim == 4 else tiled(ops.B.astype(jnp.float32)),
-        "C": ops.C if ops.C.ndim == 4 else tiled(ops.C.astype(jnp.float32)),
+        "A": A if cut.together == 1 else whole(A),
+        "B": ops.B if ops.B.ndim == 4 else fixed(ops.B),
+        "C": ops.C if ops.C.ndim == 4 else fixed(ops.C),
         "D": ops.D,
         "z": ops.z,
         "delta_bias": ops.delta_bias,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_scan import _compat, pallas_backward, pallas_forward, pallas_tile, reference, tuning
+from pallas_scan import _compat, pallas_backward, pallas_cut, pallas_forward, reference, tuning
 from pallas_scan.config import ScanConfig
 from pallas_scan.problem import Operands, Options
 
@@ -24,10 +24,10 @@ def forward(
     """As `chunked.forward`."""
     if ops.sizes.batch == 0:
         return _empty_forward(ops, options, save=save)
-    if ops.sizes.state > pallas_tile.MAX_STATE:
+    if ops.sizes.state > pallas_cut.MAX_STATE:
         return _forward_by_state(ops, options, save=save, interpret=interpret)
     config = _configuration(ops, options).fwd
-    cut = pallas_tile.fit(config, ops, options, thread=pallas_forward.THREAD, interpret=interpret, intervals=False)
+    cut = pallas_cut.fit(config, ops, options, thread=pallas_forward.THREAD, interpret=interpret, intervals=False)
     out, final, saved = pallas_forward.scan(ops, options, cut, save=save)
     return out, jnp.swapaxes(final, 1, 2), saved
 
@@ -39,10 +39,10 @@ def backward(
     batch, _, _, state = ops.sizes
     if batch == 0:
         return jax.tree.map(jnp.zeros_like, ops.rows()._replace(keep=None))
-    if state > pallas_tile.MAX_STATE:
+    if state > pallas_cut.MAX_STATE:
         return _backward_by_state(ops, options, saved, dout, dfinal, interpret=interpret)
     config = _configuration(ops, options).bwd
-    cut = pallas_tile.fit(config, ops, options, thread=pallas_backward.THREAD, interpret=interpret, intervals=True)
+    cut = pallas_cut.fit(config, ops, options, thread=pallas_backward.THREAD, interpret=interpret, intervals=True)
     return pallas_backward.gradients(ops, options, cut, saved, dout, dfinal)
 
 
@@ -61,8 +61,8 @@ def _empty_forward(ops: Operands, options: Options, *, save: bool) -> tuple[Arra
 
 def _by_block(x: Array) -> Array:
     """The last axis, state, in blocks, which come first; filled up with zeros, which contribute nothing."""
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % pallas_tile.MAX_STATE)])
-    return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, pallas_tile.MAX_STATE), -2, 0)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % pallas_cut.MAX_STATE)])
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, pallas_cut.MAX_STATE), -2, 0)
 
 
 def _joined(blocks: Array, state: int) -> Array:

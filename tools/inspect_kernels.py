@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pallas_scan import _compat, config, pallas_backward, pallas_forward, pallas_tile, tuning
+from pallas_scan import _compat, config, pallas_backward, pallas_cut, pallas_forward, tuning
 from pallas_scan.problem import Options
 from tools import inputs, recording
 
@@ -171,12 +171,12 @@ def kernels(shape: inputs.Shape, dtype: str, device: str) -> Iterator[tuple[Lowe
     ops = jax.eval_shape(lambda: inputs.operands(shape, dtype))
     chosen = tuning.choose(ops.sizes, dtype, device, DEVICES[device])
     options = Options(save_every=config.save_every(dtype))
-    forward = pallas_tile.fit(chosen.fwd, ops, options, thread=pallas_forward.THREAD, interpret=False, intervals=False)
-    backward = pallas_tile.fit(chosen.bwd, ops, options, thread=pallas_backward.THREAD, interpret=False, intervals=True)
+    forward = pallas_cut.fit(chosen.fwd, ops, options, thread=pallas_forward.THREAD, interpret=False, intervals=False)
+    backward = pallas_cut.fit(chosen.bwd, ops, options, thread=pallas_backward.THREAD, interpret=False, intervals=True)
     saved = array(batch, -(-seq // options.save_every), state, dim)
 
-    def elements(cut: pallas_tile.Cut) -> int:
-        return cut.chunk * cut.dim_block * cut.state_block // (32 * cut.num_warps)
+    def elements(cut: pallas_cut.Cut) -> int:
+        return cut.chunk * cut.values_a_thread
 
     for kernel in lower(lambda ops: pallas_forward.scan(ops, options, forward, save=True), ops):
         yield kernel, elements(forward)

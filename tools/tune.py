@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pallas_scan import _compat, chunked, pallas_backward, pallas_forward, pallas_tile, pallas_triton, tuning
+from pallas_scan import _compat, chunked, pallas_backward, pallas_cut, pallas_forward, pallas_triton, tuning
 from pallas_scan.config import KernelConfig, ScanConfig, Sizes, save_every
 from pallas_scan.problem import Operands, Options
 from tools import inputs, recording
@@ -111,8 +111,8 @@ def candidates(
     """in_use, and the sweep's combinations that are not the same once fitted to the shape."""
     thread = pallas_forward.THREAD if part == "fwd" else pallas_backward.THREAD
 
-    def fitted(config: KernelConfig) -> pallas_tile.Cut:
-        return pallas_tile.fit(config, ops, options, thread=thread, interpret=False, intervals=part == "bwd")
+    def fitted(config: KernelConfig) -> pallas_cut.Cut:
+        return pallas_cut.fit(config, ops, options, thread=thread, interpret=False, intervals=part == "bwd")
 
     found = {fitted(in_use): in_use}
     for chunk, dim_block, num_warps, segment in itertools.product(
