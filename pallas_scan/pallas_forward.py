@@ -216,13 +216,13 @@ def _read_out(h: list[Array], C: list[Array]) -> Array:
 
 def _save(program: Program, h: list[Array], local: Array | int) -> None:
     """Where it is due at the segment's `local` step."""
-    cut, position = program.cut, program.position(local)
-    row, inside = position // cut.save_every, program.inside(position)
+    cut, position, every = program.cut, program.position(local), jnp.int32(program.cut.save_every)
+    row, inside = lax.div(position, every), program.inside(position)
     if cut.together > 1 and cut.segment % cut.save_every:  # due in some of the segments
-        due = position % cut.save_every == 0
+        due = lax.rem(position, every) == 0
         program.store_tiles("saved", h, program.batch, row, inside=due if inside is None else due & inside)
         return
-    due = (local if cut.together > 1 else position) % cut.save_every == 0
+    due = lax.rem(local if cut.together > 1 else position, every) == 0
     if cut.together == 1 and inside is not None:
         due = due & inside
 
