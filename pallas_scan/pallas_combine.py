@@ -24,9 +24,9 @@ from pallas_scan.problem import Operands, Options
 
 LANES = 128  # of a program
 TOGETHER = 32  # segments whose summaries are loaded together: one waits as long as all of them
-# The same within a program. It has as many as fit into registers (32 spill on 16 warps): where this part needs few, the
-# compiler gives the scan's loop few, and its loads come late (float32, 8 for 32: 12.5 us became 18).
-SIDES = {True: 16, False: 32}  # by whether there are 16 warps
+# The same within a program, on fewer than 16 warps and on 16. With more, registers spill; with fewer, the compiler gives
+# the scan's loop as few registers as this part needs, and its loads come late (16 warps, float32: 160 us for 114).
+SIDES = 8, 16
 
 
 def summary_shapes(cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_scan import _compat, pallas_backward, pallas_cut, pallas_forward, reference, tuning
-from pallas_scan.config import ScanConfig
+from pallas_scan.config import ScanConfig, rules
 from pallas_scan.problem import Operands, Options
 
 
@@ -27,6 +27,8 @@ def forward(
     if ops.sizes.state > pallas_cut.MAX_STATE:
         return _forward_by_state(ops, options, save=save, interpret=interpret)
     config = _configuration(ops, options).fwd
+    if options.axis_name is not None and options.config is None:  # devices exchange between kernels: no measured ones
+        config = rules(ops.sizes, _compat.gpu()[1]).fwd
     cut = pallas_cut.fit(config, ops, options, thread=pallas_forward.THREAD, interpret=interpret, intervals=False)
     out, final, saved = pallas_forward.scan(ops, options, cut, save=save)
     return out, jnp.swapaxes(final, 1, 2), saved

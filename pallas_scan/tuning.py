@@ -79,10 +79,17 @@ def nearest(sizes: Sizes, dtype: Any, device_kind: str, part: str) -> KernelConf
                 continue
             far = _distance(entry.shape, sizes)
             if far[0] <= NEAR and (best is None or far < best[0]):
-                whole = config.segment >= entry.shape.seq  # one segment there is one segment here
-                steps = -(-sizes.seq // config.chunk) * config.chunk
-                best = far, dataclasses.replace(config, segment=steps) if whole else config
+                best = far, _at(sizes.seq, config, entry.shape.seq)
     return best[1] if best else None
+
+
+def _at(seq: int, config: KernelConfig, measured: int) -> KernelConfig:
+    """A configuration measured at another seq: what went over it at once, in one segment or in those that several warps
+    have side by side, does so here."""
+    at_once = 1 if config.num_warps == 1 else 32 * config.num_warps // min(32, config.dim_block)
+    if at_once * config.segment < measured:
+        return config
+    return dataclasses.replace(config, segment=-(-seq // (at_once * config.chunk)) * config.chunk)
 
 
 def _distance(a: Sizes, b: Sizes) -> tuple[float, float]:

@@ -47,9 +47,9 @@ _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], f"Any of {', '.jo
 _PARTS = flags.DEFINE_list("parts", list(PARTS), "fwd, bwd or both.")
 _CHUNK = flags.DEFINE_list("chunk", ["2", "4", "8"], "Steps whose loads are issued together.")
 _DIM_BLOCK = flags.DEFINE_list("dim_block", ["8", "16", "32", "64", "128"], "Channels a program.")
-_NUM_WARPS = flags.DEFINE_list("num_warps", ["1", "2"], "Warps a program.")
+_NUM_WARPS = flags.DEFINE_list("num_warps", ["1", "8", "16"], "Warps a program; several hold segments side by side.")
 _SEGMENT = flags.DEFINE_list(
-    "segment", ["32", "64", "128", "192", "256", "512", "all"], "Steps a program; 'all' for one segment."
+    "segment", ["16", "32", "64", "128", "192", "256", "512", "all"], "Steps a program; 'all' for one segment."
 )
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count(), "Compilations at once.", lower_bound=1)
 _CALLS = flags.DEFINE_integer("calls", 10, "Timed calls a candidate.", lower_bound=3)
