@@ -24,8 +24,8 @@ from pallas_scan.problem import Operands, Options
 
 LANES = 128  # of a program
 TOGETHER = 32  # segments whose summaries are loaded together: one waits as long as all of them
-# The same within a program, on fewer than 16 warps and on 16. With more, registers spill; with fewer, the compiler gives
-# the scan's loop as few registers as this part needs, and its loads come late (16 warps, float32: 160 us for 114).
+# The same within a program, on fewer than 16 warps and on 16. With more, registers spill; with fewer, the compiler
+# gives the scan's loop as few registers as this part needs, and its loads come late (float32: 160 us for 114).
 SIDES = 8, 16
 
 

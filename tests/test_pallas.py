@@ -1,5 +1,6 @@
 """The Pallas kernels where the grid does not reach: odd configurations, many states, what they allocate."""
 
+import functools
 import re
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 import pallas_scan
-from pallas_scan import KernelConfig, ScanConfig, _compat, config, tuning
+from pallas_scan import KernelConfig, ScanConfig, _compat, config, pallas_cut, pallas_tile, tuning
 from pallas_scan.config import Sizes
+from pallas_scan.problem import Options
 from tests.cases import Case
 from tests.test_agreement import check
+from tools import inputs
 
 _CONFIGS = [
     KernelConfig(1, 1, 1, 1),
@@ -21,6 +24,7 @@ _CONFIGS = [
     KernelConfig(16, 16, 2, 4096),
     KernelConfig(64, 1024, 1, 64),
     KernelConfig(4, 8, 1, 16),
+    KernelConfig(2, 8, 2, 2),
 ]
 _EVERYTHING = {"z": True, "bias": True, "softplus": True, "initial": True, "segments": True}
 _SHAPES = [
@@ -50,6 +54,24 @@ def test_any_configuration_is_adjusted_to_any_shape(case, kernel):
 )
 def test_states_beyond_a_tile_are_split(case):
     check(case, "pallas")
+
+
+def test_segments_side_by_side_are_one_kernel_and_whole_rounds():
+    ops = jax.eval_shape(functools.partial(inputs.operands, (1, 1000, 24, 16)))
+    fit = functools.partial(pallas_cut.fit, ops=ops, thread=64, interpret=False, intervals=False)
+    cut = fit(KernelConfig(4, 8, 4, 16), options=Options(save_every=8))
+    assert (cut.together, cut.rounds, cut.grid) == (16, 4, (3, 1, 1))
+    assert cut.segment == 16 and cut.segments * cut.segment >= 1000
+    over_devices = fit(KernelConfig(4, 8, 4, 16), options=Options(save_every=8, axis_name="seq"))
+    assert over_devices.together == 1  # devices exchange summaries between kernels
+
+
+def test_softplus_keeps_its_relative_error_where_it_is_small():
+    x = jnp.linspace(-80.0, 80.0, 200_001)
+    got = np.asarray(jax.jit(pallas_tile.softplus)(x), np.float64)
+    np.testing.assert_allclose(got, np.logaddexp(0.0, np.asarray(x, np.float64)), rtol=1e-6)
+    ends = pallas_tile.softplus(jnp.array([-jnp.inf, jnp.inf, jnp.nan]))
+    np.testing.assert_array_equal(ends, [0.0, np.inf, np.nan])
 
 
 def _arguments(shape, dtype):
@@ -99,14 +121,13 @@ def test_what_a_gpu_program_allocates(dtype, device):
         together = chosen.fwd.num_warps > 1  # one kernel where three follow each other
         first = 1 if together else 3
         assert len(kernels) == (first if name == "forward" else first + 3)
+        sides = 32 * chosen.fwd.num_warps // chosen.fwd.dim_block
+        scratch = sides * (state + 1) if together else seq // chosen.fwd.segment * (2 * state + 1)
         if name == "forward":  # out, the final state and the segments' summaries
-            if together:
-                scratch = 32 * chosen.fwd.num_warps // chosen.fwd.dim_block * (state + 1)
-            else:
-                scratch = seq // chosen.fwd.segment * (2 * state + 1)
             assert sum(kernels) == activation + 4 * batch * dim * (state + scratch)
         else:  # in order: the forward's; then summaries, combine, gradients, when out is no longer there
             live = kernels[first - 1] - activation + sum(kernels[first:])
+            live -= 4 * batch * dim * scratch if together else 0  # what a forward's threads hand each other is gone too
             assert live <= 1.5 * 5 * activation, live / activation
 
 
