@@ -63,7 +63,7 @@ def softplus(x: Array) -> Array:
     e = jnp.exp(-jnp.abs(x))
     s = e / (2.0 + e)
     t = s * s
-    series = 0.2817465662956238
+    series: Array | float = 0.2817465662956238
     for coefficient in (0.2796141803264618, 0.40024852752685547, 0.6666631698608398, 2.0):
         series = series * t + coefficient
     return jnp.maximum(x, 0.0) + s * series
