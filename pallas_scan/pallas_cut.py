@@ -94,6 +94,13 @@ def _power_of_two(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()
 
 
+def segments_together(num_warps: int, dim_block: int, state: int) -> int:
+    """Of a forward's program: one, unless it has several warps and a thread can hold all states."""
+    if num_warps == 1 or _power_of_two(state) > MAX_STATE_TOGETHER:
+        return 1
+    return 32 * num_warps // min(32, dim_block)
+
+
 def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, interpret: bool, intervals: bool) -> Cut:
     """Adjusts a configuration to a shape: blocks no larger than the shape, at most `thread` values a thread of a tile.
 
@@ -109,11 +116,12 @@ def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, i
     dim_block = min(config.dim_block, _power_of_two(dim // groups))
     num_warps = config.num_warps
     together = 1
-    if num_warps > 1 and not intervals and state_block <= MAX_STATE_TOGETHER and options.axis_name is None:
+    if not intervals and options.axis_name is None:
+        together = segments_together(num_warps, dim_block, state)
+    if together > 1:
         dim_block = min(dim_block, 32)
-        while num_warps > 2 and chunk * (32 * num_warps // dim_block) > seq:
-            num_warps //= 2
-        together = 32 * num_warps // dim_block
+        while num_warps > 2 and chunk * together > seq:
+            num_warps, together = num_warps // 2, together // 2
         rounds = -(-seq // (together * config.segment))
         segment = -(-seq // (rounds * together * chunk)) * chunk
     else:

@@ -26,6 +26,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_scan.config import KernelConfig, ScanConfig, Sizes, rules
+from pallas_scan.pallas_cut import segments_together
 
 VARIABLE = "PALLAS_SCAN_TUNED"
 PACKAGED = pathlib.Path(__file__).parent / "tuned"
@@ -79,15 +80,15 @@ def nearest(sizes: Sizes, dtype: Any, device_kind: str, part: str) -> KernelConf
                 continue
             far = _distance(entry.shape, sizes)
             if far[0] <= NEAR and (best is None or far < best[0]):
-                best = far, _at(sizes.seq, config, entry.shape.seq)
+                best = far, _at(sizes.seq, config, entry.shape, part)
     return best[1] if best else None
 
 
-def _at(seq: int, config: KernelConfig, measured: int) -> KernelConfig:
-    """A configuration measured at another seq: what went over it at once, in one segment or in those that several warps
-    have side by side, does so here."""
-    at_once = 1 if config.num_warps == 1 else 32 * config.num_warps // min(32, config.dim_block)
-    if at_once * config.segment < measured:
+def _at(seq: int, config: KernelConfig, measured: Sizes, part: str) -> KernelConfig:
+    """A configuration measured at another seq: what went over it at once, in one segment or in those that a forward's
+    program has side by side, does so here."""
+    at_once = segments_together(config.num_warps, config.dim_block, measured.state) if part == "fwd" else 1
+    if at_once * config.segment < measured.seq:
         return config
     return dataclasses.replace(config, segment=-(-seq // (at_once * config.chunk)) * config.chunk)
 

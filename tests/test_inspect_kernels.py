@@ -10,8 +10,15 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("device, architecture", [("NVIDIA GeForce RTX 3090", 86), ("NVIDIA H200", 90)])
-def test_a_card_s_kernels_spill_nothing_and_the_table_is_written(tmp_path, device, architecture):
+# The H200's tuned forward has its segments side by side in one kernel, and pays for it in instructions.
+@pytest.mark.parametrize(
+    "device, architecture, forward, most",
+    [
+        ("NVIDIA GeForce RTX 3090", 86, ("fwd", "fwd_summaries"), 6.5),
+        ("NVIDIA H200", 90, ("fwd",), 7.0),
+    ],
+)
+def test_a_card_s_kernels_spill_nothing_and_the_table_is_written(tmp_path, device, architecture, forward, most):
     out = tmp_path / "kernels.json"
     command = [sys.executable, "-m", "tools.inspect_kernels", f"--devices={device}", "--fail_on_spill"]
     command += [f"--architectures={architecture}", f"--out={out}"]
@@ -19,7 +26,7 @@ def test_a_card_s_kernels_spill_nothing_and_the_table_is_written(tmp_path, devic
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["kernels"]
-    kernels = ("fwd", "fwd_summaries", "bwd", "bwd_summaries", "combine")
+    kernels = (*forward, "bwd", "bwd_summaries", "combine")
     assert {r["kernel"] for r in rows} == {f"selective_scan_{k}" for k in kernels}
     assert {r["architecture"] for r in rows} == {architecture}
     for row in rows:
@@ -29,7 +36,7 @@ def test_a_card_s_kernels_spill_nothing_and_the_table_is_written(tmp_path, devic
             exps = 2 if row["kernel"] == "selective_scan_bwd" else 1  # ptxas computes a few twice to free a register
             assert exps <= row["exps_per_element"] < 1.25 * exps
         if row["kernel"] == "selective_scan_fwd" and row["dtype"] == "float32":
-            assert row["instructions_per_element"] <= 6.5
+            assert row["instructions_per_element"] <= most
 
 
 @pytest.mark.parametrize("flag", ["--architectures=sm_86", "--devices=Voodoo", "--shape=1x2", "--dtypes=float64"])

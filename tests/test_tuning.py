@@ -67,6 +67,18 @@ def test_the_nearest_entry_wins_and_one_segment_stays_one(folder):
     assert tuning.nearest(SHAPE._replace(batch=5, dim=1100), "float32", CARD, "fwd") == FWD
 
 
+@pytest.mark.parametrize(
+    "part, state, segment",
+    [("fwd", 16, 32), ("fwd", 32, 16), ("bwd", 16, 16)],  # what a backward's program has, and a large state, is one
+)
+def test_segments_side_by_side_that_cover_the_sequence_cover_a_longer_one(folder, part, state, segment):
+    beside = KernelConfig(4, 8, 16, 16)  # 64 segments of 16 steps
+    shape = Sizes(1, 1024, 1024, state)
+    write(folder, Entry(shape, "float32", beside, beside))
+    assert tuning.nearest(shape, "float32", CARD, part) == beside
+    assert tuning.nearest(shape._replace(seq=2048), "float32", CARD, part) == KernelConfig(4, 8, 16, segment)
+
+
 def test_of_entries_with_as_many_rows_the_one_of_like_batch_serves(folder):
     write(folder, Entry(Sizes(1, 2048, 4096, 16), "float32", BWD), Entry(SHAPE, "float32", FWD))
     assert tuning.nearest(SHAPE, "float32", CARD, "fwd") == FWD
