@@ -139,22 +139,20 @@ def forward(ops: Operands, options: Options, *, save: bool) -> tuple[Array, Arra
     every = options.save_every if save else max(seq, 1)
     saved = jnp.zeros((batch, -(-seq // every), state, dim), jnp.float32) if save else None
     out = bits(jnp.zeros_like(ops.u))
-    h, out, saved = _loop(0, seq, every, interval_body, (_initial_state(layout), out, saved))
+    h, out, saved = _loop(0, seq, every, interval_body, (_of_state(layout, ops.initial_state), out, saved))
     return from_bits(out, ops.u.dtype), layout.to_state(h), saved
 
 
-def _initial_state(layout: Layout) -> PerWidth:
-    if layout.ops.initial_state is None:
-        return layout.zeros()
-    return layout.of_state(layout.ops.initial_state)
+def _of_state(layout: Layout, x: Array | None) -> PerWidth:
+    return layout.zeros() if x is None else layout.of_state(x)
 
 
-def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:
+def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array | None) -> Operands:
     """The hand-derived gradient (docs/derivation.md), from the states that `forward` saved.
 
     Args:
       dout: cotangent of out, (batch, seq, dim) in u's dtype.
-      dfinal: cotangent of the final state, (batch, dim, state) float32.
+      dfinal: cotangent of the final state, (batch, dim, state) float32; None where it is zero.
 
     Returns:
       Gradients; those of parameters are one a batch row, float32, still to be summed where the batch shares them.
@@ -210,7 +208,7 @@ def backward(ops: Operands, options: Options, saved: Array, dout: Array, dfinal:
 
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     grads = {name: zeros(name) for name in names if zeros(name) is not None}
-    g, grads = _loop(0, seq, options.save_every, interval_body, (layout.of_state(dfinal), grads), backwards=True)
+    g, grads = _loop(0, seq, options.save_every, interval_body, (_of_state(layout, dfinal), grads), backwards=True)
     for name in grads:
         operand = getattr(ops, name)
         if not ops.is_parameter(name):
@@ -294,16 +292,16 @@ def _state_after(layout: Layout, position: Array | int, steps: int, h: PerWidth)
     return in_one_kernel(h)
 
 
-def _backward_of_part(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array) -> Operands:
+def _backward_of_part(ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array | None) -> Operands:
     """`backward` on one of the devices that a sequence is split over."""
     alone = dataclasses.replace(options, axis_name=None)
     leaving = _cotangent_of_start(ops, alone, dout, dfinal)
-    dfinal = dfinal + sequence_sharding.incoming(ops, options, leaving, backwards=True)
-    grads = backward(ops, alone, saved, dout, dfinal)
+    entering = sequence_sharding.incoming(ops, options, leaving, backwards=True)
+    grads = backward(ops, alone, saved, dout, entering if dfinal is None else dfinal + entering)
     return grads._replace(initial_state=sequence_sharding.of_first(grads.initial_state, options))
 
 
-def _cotangent_of_start(ops: Operands, options: Options, dout: Array, dfinal: Array) -> Array:
+def _cotangent_of_start(ops: Operands, options: Options, dout: Array, dfinal: Array | None) -> Array:
     """The cotangent of the state before the first step: g of `backward`, which needs no states."""
     layout = Layout(ops, options)
 
@@ -318,4 +316,4 @@ def _cotangent_of_start(ops: Operands, options: Options, dout: Array, dfinal: Ar
             g = [at.carried(x * decay) for x, decay in zip(g, at.decays(A), strict=True)]
         return in_one_kernel(g)
 
-    return layout.to_state(_loop(0, layout.sizes.seq, BLOCK, body, layout.of_state(dfinal), backwards=True))
+    return layout.to_state(_loop(0, layout.sizes.seq, BLOCK, body, _of_state(layout, dfinal), backwards=True))

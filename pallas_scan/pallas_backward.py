@@ -3,12 +3,13 @@
     summaries   each segment from the back with a zero cotangent: the cotangent that leaves at its front, and Σδ
     combine     pallas_combine.py's, from the last segment to the first: the cotangent that enters each at its end
     gradients   each segment again, from there
+    sums        pallas_sums.py's, of the partial gradients that the programs leave
 
 The forward saved the state before every `save_every` steps. From there a program recomputes a chunk's states into
 registers and runs the cotangent g back over them; where an interval holds several chunks, it first finds the state
-before each of them. Gradients that sum over channels (dB, dC) or over time and batch (dA, dD, ddelta_bias) are written
-as one partial result a program and summed afterwards, in a fixed order: the same bits on every run, which atomics
-would not give.
+before each of them. Gradients that sum over channels (dB, dC) or over time (dA, dD, ddelta_bias) are written as one
+partial result a program and summed afterwards, in a fixed order: the same bits on every run, which atomics would not
+give.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jaxtyping import Array
 from pallas_scan import sequence_sharding
 from pallas_scan.pallas_combine import between_devices, combine, summary_shapes
 from pallas_scan.pallas_cut import Cut
+from pallas_scan.pallas_sums import Partial, over_rows
 from pallas_scan.pallas_tile import (
     LOG2_E,
     Program,
@@ -41,36 +43,35 @@ THREAD = 16  # values of a tile that a thread holds: a chunk's states, A, dA and
 KEPT = 32  # values a thread of a chunk's decays, up to which keeping them does not spill; more are computed twice
 
 
-def gradients(ops: Operands, options: Options, cut: Cut, saved: Array, dout: Array, dfinal: Array) -> Operands:
+def gradients(
+    ops: Operands, options: Options, cut: Cut, saved: Array, dout: Array, dfinal: Array | None
+) -> Operands:
     """Gradients of a scan, those of parameters one a batch row.
 
     Args:
       saved: (batch, rows, state, dim) float32, from `pallas_forward.scan`.
       dout: (batch, seq, dim) in u's dtype.
-      dfinal: (batch, dim, state) float32.
+      dfinal: (batch, dim, state) float32; None where it is zero.
     """
     inputs = kernel_inputs(ops, cut) | {"dout": dout}
-    dfinal = jnp.swapaxes(dfinal, 1, 2)
+    dfinal = None if dfinal is None else jnp.swapaxes(dfinal, 1, 2)
     if cut.segments > 1 or options.axis_name is not None:
         summaries = _summaries(cut, inputs)
         if options.axis_name is not None:
-            dfinal = dfinal + between_devices(ops, options, cut, summaries, dfinal, backwards=True)
+            entering = between_devices(ops, options, cut, summaries, dfinal, backwards=True)
+            dfinal = entering if dfinal is None else dfinal + entering
         inputs |= {"starts": combine(ops, cut, summaries, dfinal, backwards=True)}
-    else:
+    elif dfinal is not None:
         inputs |= {"dfinal": dfinal}
     inputs |= {"saved": saved, "one": jnp.ones((1,), jnp.float32)}
     results = call(_gradient_kernel, "selective_scan_bwd", cut, inputs, _outputs(ops, cut))
 
-    def over_segments(name: str) -> Array:
-        return jnp.sum(results[name], axis=1)
+    sums = _sums(ops, cut, results)
 
     def matrix(name: str, operand: Array) -> Array:
         if operand.ndim == 3:
-            return jnp.swapaxes(over_segments(name), 1, 2)
-        blocks = results[name]  # (blocks, batch, seq, state)
-        count = operand.shape[2]
-        blocks = blocks.reshape(count, cut.dim_blocks // count, *blocks.shape[1:])
-        return jnp.moveaxis(jnp.sum(blocks, axis=1), 0, 2).astype(operand.dtype)
+            return jnp.swapaxes(sums[name].reshape(cut.batch, cut.state, cut.dim), 1, 2)
+        return jnp.moveaxis(sums[name].reshape(operand.shape[2], cut.batch, cut.seq, cut.state), 0, 2)
 
     dinitial = None
     if ops.initial_state is not None:
@@ -80,14 +81,30 @@ def gradients(ops: Operands, options: Options, cut: Cut, saved: Array, dout: Arr
     return Operands(
         u=results["du"],
         delta=results["ddelta"],
-        A=jnp.swapaxes(over_segments("dA"), 1, 2),
+        A=matrix("dA", ops.A),
         B=matrix("dB", ops.B),
         C=matrix("dC", ops.C),
-        D=None if ops.D is None else over_segments("dD"),
+        D=sums.get("dD"),
         z=results.get("dz"),
-        delta_bias=None if ops.delta_bias is None else over_segments("ddelta_bias"),
+        delta_bias=sums.get("ddelta_bias"),
         initial_state=dinitial,
     )
+
+
+def _sums(ops: Operands, cut: Cut, results: dict[str, Array]) -> dict[str, Array]:
+    """Gradients of parameters (batch, columns), summed over segments, and of B and C that vary, (groups, columns),
+    over a group's blocks of channels."""
+    partials = {}
+    for name in ("dB", "dC", "dA", "dD", "ddelta_bias"):  # the largest first
+        if name not in results:
+            continue
+        operand = getattr(ops, name.removeprefix("d"))
+        varies = operand.ndim == 4
+        outer = operand.shape[2] if varies else cut.batch
+        rows = cut.dim_blocks // outer if varies else cut.segments
+        array = results[name].reshape(outer, rows, -1)
+        partials[name] = Partial(array, operand.dtype if varies else jnp.float32)
+    return over_rows(partials, interpret=cut.interpret)
 
 
 def _outputs(ops: Operands, cut: Cut) -> dict[str, jax.ShapeDtypeStruct]:
@@ -165,7 +182,9 @@ def _gradient_kernel(program: Program) -> None:
     zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
     zero_vector = jnp.zeros((cut.dim_block,), jnp.float32)
 
-    g = program.segment_start() if "starts" in refs else program.tile("dfinal", program.batch)
+    g = zero
+    if "starts" in refs or "dfinal" in refs:
+        g = program.segment_start() if "starts" in refs else program.tile("dfinal", program.batch)
     sums = {"dA": zero}
     sums |= {name: zero for name, fixed in (("dB", B), ("dC", C)) if fixed is not None}
     sums |= {f"d{name}": zero_vector for name in ("D", "delta_bias") if name in refs}

@@ -35,7 +35,7 @@ def forward(
 
 
 def backward(
-    ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array, *, interpret: bool = False
+    ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array | None, *, interpret: bool = False
 ) -> Operands:
     """As `chunked.backward`."""
     batch, _, _, state = ops.sizes
@@ -105,7 +105,7 @@ def _forward_by_state(ops: Operands, options: Options, *, save: bool, interpret:
 
 
 def _backward_by_state(
-    ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array, *, interpret: bool
+    ops: Operands, options: Options, saved: Array, dout: Array, dfinal: Array | None, *, interpret: bool
 ) -> Operands:
     state = ops.sizes.state
     inner, inner_options = _bare(ops, options)
@@ -134,7 +134,8 @@ def _backward_by_state(
         return (du + grads.u, ddelta + grads.delta), per_block
 
     zeros = jnp.zeros(inner.u.shape, jnp.float32)
-    (du, ddelta), per_block = lax.scan(body, (zeros, zeros), (blocks, _by_block(saved), _by_block(dfinal)))
+    entering = None if dfinal is None else _by_block(dfinal)
+    (du, ddelta), per_block = lax.scan(body, (zeros, zeros), (blocks, _by_block(saved), entering))
 
     def surroundings(x):
         inner, _ = _bare(ops._replace(**x), options)

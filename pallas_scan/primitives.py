@@ -72,18 +72,27 @@ def _tangent(*arrays: Array, present, live, options) -> list[Array]:
     return list(jax.jvp(of_live, primals, tuple(tangents.values()))[1])
 
 
-def _backward(*arrays: Array, present, live, options, on_gpu=False) -> list[Array]:
+def _backward(*arrays: Array, present, cotangents, live, options, on_gpu=False) -> list[Array]:
     ops = _unflatten(present, arrays)
-    saved, dout, dfinal = arrays[len(present) :]
+    saved, *given = arrays[len(present) :]
+    dout, dfinal = _of_results(cotangents, given)
     _, backward = _implementation(options, on_gpu)
     grads = backward(ops, options, saved, dout, dfinal)
     return [getattr(grads, name) for name in live]
 
 
-def _backward_plain(*arrays: Array, present, live, options) -> list[Array]:
+def _of_results(cotangents: Sequence[str], given: Sequence[Array]) -> tuple[Array, Array | None]:
+    """Those of out and, where anything depends on it, of the final state."""
+    by_name = dict(zip(cotangents, given, strict=True))
+    return by_name["out"], by_name.get("final")
+
+
+def _backward_plain(*arrays: Array, present, cotangents, live, options) -> list[Array]:
     """_backward by JAX's own differentiation, so that it can be differentiated again."""
     ops = _unflatten(present, arrays)
-    _, dout, dfinal = arrays[len(present) :]
+    _, *given = arrays[len(present) :]
+    dout, dfinal = _of_results(cotangents, given)
+    dfinal = jnp.zeros((ops.sizes.batch, *ops.A.shape[1:]), jnp.float32) if dfinal is None else dfinal
 
     def of_live(*values):
         return _plain(ops._replace(**dict(zip(live, values, strict=True))), options)
@@ -188,7 +197,7 @@ def _names(primitive: Primitive, *, present, **params) -> list[str]:
     """Of a primitive's arrays: the operands, then saved states and tangents or cotangents."""
     if primitive is scan_p:
         return list(present)
-    rest = params["live"] if primitive is tangent_p else ("out", "final")
+    rest = params["live"] if primitive is tangent_p else params["cotangents"]
     return [*present, "saved", *rest]
 
 
@@ -214,7 +223,7 @@ def _tangent_abstract(*avals, present, live, options):
     return _results(_unflatten(present, avals))
 
 
-def _backward_abstract(*avals, present, live, options):
+def _backward_abstract(*avals, present, cotangents, live, options):
     ops = _unflatten(present, avals)
     batch = ops.sizes.batch
 
@@ -246,8 +255,11 @@ def _scan_jvp(primals, tangents, *, present, options, save):
 
 def _tangent_transpose(cotangents, *arrays, present, live, options):
     given = arrays[: len(present) + 1]
-    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-    grads = backward_p.bind(*given, *cotangents, present=present, live=live, options=options)
+    by_name = {"out": ad.instantiate_zeros(cotangents[0])}
+    if type(cotangents[1]) is not ad.Zero:
+        by_name["final"] = cotangents[1]
+    params = {"present": present, "cotangents": tuple(by_name), "live": live, "options": options}
+    grads = backward_p.bind(*given, *by_name.values(), **params)
     ops = _unflatten(present, given)
 
     def summed(name, grad):  # over the rows that share the operand

@@ -180,8 +180,8 @@ def kernels(shape: inputs.Shape, dtype: str, device: str) -> Iterator[tuple[Lowe
 
     for kernel in lower(lambda ops: pallas_forward.scan(ops, options, forward, save=True), ops):
         yield kernel, elements(forward)
-    cotangents = (array(batch, seq, dim, of=dtype), array(batch, dim, state))
-    for kernel in lower(lambda *a: pallas_backward.gradients(a[0], options, backward, *a[1:]), ops, saved, *cotangents):
+    dout = array(batch, seq, dim, of=dtype)
+    for kernel in lower(lambda *a: pallas_backward.gradients(a[0], options, backward, *a[1:], None), ops, saved, dout):
         yield kernel, elements(backward)
 
 

@@ -135,7 +135,7 @@ class Problem:
         self.ops = inputs.operands(shape, dtype)
         self.options = Options(save_every=save_every(dtype), implementation="pallas")
         self.interpret = not _compat.gpu_backend()
-        self.dout, self.dfinal = self.ops.u, jnp.zeros((shape.batch, shape.dim, shape.state), jnp.float32)
+        self.dout = self.ops.u
 
     def given(self) -> tuple[Any, ...]:
         """What `program` takes."""
@@ -146,7 +146,7 @@ class Problem:
             return pallas_triton.forward(ops, self.options, save=True, interpret=self.interpret)
 
         _, _, saved = jax.jit(forward)(self.ops)
-        return self.ops, saved, self.dout, self.dfinal
+        return self.ops, saved, self.dout
 
     def program(self, config: KernelConfig) -> Callable[[tuple[Any, ...]], Any]:
         options = dataclasses.replace(self.options, config=ScanConfig(config, config))
@@ -157,8 +157,8 @@ class Problem:
             return {"out": out, "final": final}
 
         def bwd(given):
-            ops, *rest = given
-            return _named(pallas_triton.backward(ops, options, *rest, interpret=self.interpret))
+            ops, saved, dout = given
+            return _named(pallas_triton.backward(ops, options, saved, dout, None, interpret=self.interpret))
 
         return fwd if self.part == "fwd" else bwd
 
@@ -167,14 +167,14 @@ class Problem:
         options = dataclasses.replace(self.options, save_every=chunked.BLOCK, implementation="chunked")
 
         @jax.jit
-        def run(ops, dout, dfinal):
+        def run(ops, dout):
             out, final, saved = chunked.forward(ops, options, save=self.part == "bwd")
             if self.part == "fwd":
                 return {"out": out, "final": final}
             assert saved is not None
-            return _named(chunked.backward(ops, options, saved, dout, dfinal))
+            return _named(chunked.backward(ops, options, saved, dout, None))
 
-        return run(self.ops, self.dout, self.dfinal)
+        return run(self.ops, self.dout)
 
 
 def _named(gradients: Operands) -> dict[str, Any]:
