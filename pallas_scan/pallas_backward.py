@@ -43,9 +43,7 @@ THREAD = 16  # values of a tile that a thread holds: a chunk's states, A, dA and
 KEPT = 32  # values a thread of a chunk's decays, up to which keeping them does not spill; more are computed twice
 
 
-def gradients(
-    ops: Operands, options: Options, cut: Cut, saved: Array, dout: Array, dfinal: Array | None
-) -> Operands:
+def gradients(ops: Operands, options: Options, cut: Cut, saved: Array, dout: Array, dfinal: Array | None) -> Operands:
     """Gradients of a scan, those of parameters one a batch row.
 
     Args:
@@ -94,7 +92,7 @@ def gradients(
 def _sums(ops: Operands, cut: Cut, results: dict[str, Array]) -> dict[str, Array]:
     """Gradients of parameters (batch, columns), summed over segments, and of B and C that vary, (groups, columns),
     over a group's blocks of channels."""
-    partials = {}
+    partials: dict[str, Partial] = {}
     for name in ("dB", "dC", "dA", "dD", "ddelta_bias"):  # the largest first
         if name not in results:
             continue

@@ -1,12 +1,13 @@
 """The last kernel of a backward: sums of its programs' partial gradients, all of them in one launch.
 
-Every partial array is (outer, rows, columns) and is summed over rows. A thread has one column and adds its rows in their
-order, loads of `TOGETHER` rows in flight at once.
+Every partial array is (outer, rows, columns) and is summed over rows. A thread has one column and adds its rows in
+their order, loads of `TOGETHER` rows in flight at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def _kernel(refs: dict[str, Any], partials: dict[str, Partial]) -> None:
     program, first = pl.program_id(0), 0
     for name, partial in partials.items():
         here = (first <= program) & (program < first + partial.programs)
-        pl.when(here)(lambda name=name, first=first: _sum(refs[name], refs[f"sum_{name}"], program - first))
+        pl.when(here)(functools.partial(_sum, refs[name], refs[f"sum_{name}"], program - first))
         first += partial.programs
 
 

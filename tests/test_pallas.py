@@ -128,7 +128,8 @@ def test_what_a_gpu_program_allocates(dtype, device):
             assert sum(kernels) == activation + 4 * batch * dim * (state + scratch)
         else:  # saved states; then, out being gone, of summaries, combine, gradients and sums each and the one after it
             saved = kernels[first - 1] - activation
-            saved -= 4 * batch * dim * scratch if together else 0  # what a forward's threads hand each other is gone too
+            if together:  # what a forward's threads hand each other is gone too
+                saved -= 4 * batch * dim * scratch
             live = saved + max(a + b for a, b in itertools.pairwise(kernels[first:]))
             assert live <= 1.5 * 5 * activation, live / activation
 

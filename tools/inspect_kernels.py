@@ -26,12 +26,13 @@ import jax.numpy as jnp
 from absl import app, flags
 from jax._src.lib.mlir import ir
 from jax._src.pallas.triton import lowering as triton_lowering
+from jaxtyping import Array
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from pallas_scan import _compat, config, pallas_backward, pallas_cut, pallas_forward, tuning
-from pallas_scan.problem import Options
+from pallas_scan.problem import Operands, Options
 from tools import inputs, recording
 
 DEVICES = {"NVIDIA GeForce RTX 3090": 82, "NVIDIA H200": 132}  # and their multiprocessors
@@ -181,7 +182,11 @@ def kernels(shape: inputs.Shape, dtype: str, device: str) -> Iterator[tuple[Lowe
     for kernel in lower(lambda ops: pallas_forward.scan(ops, options, forward, save=True), ops):
         yield kernel, elements(forward)
     dout = array(batch, seq, dim, of=dtype)
-    for kernel in lower(lambda *a: pallas_backward.gradients(a[0], options, backward, *a[1:], None), ops, saved, dout):
+
+    def gradients(ops: Operands, saved: Array, dout: Array) -> Operands:
+        return pallas_backward.gradients(ops, options, backward, saved, dout, None)
+
+    for kernel in lower(gradients, ops, saved, dout):
         yield kernel, elements(backward)
 
 
