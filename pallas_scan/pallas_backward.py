@@ -23,24 +23,20 @@ from jaxtyping import Array
 from pallas_scan import sequence_sharding
 from pallas_scan.pallas_combine import between_devices, combine, summary_shapes
 from pallas_scan.pallas_cut import Cut
+from pallas_scan.pallas_layout import Flat, Layout, Spread
+from pallas_scan.pallas_math import LOG2_E, as_float32, exp2, sigmoid
 from pallas_scan.pallas_sums import Partial, over_rows
-from pallas_scan.pallas_tile import (
-    LOG2_E,
-    Program,
-    Step,
-    as_float32,
-    as_tiles,
-    call,
-    carried,
-    exp2,
-    kernel_inputs,
-    sigmoid,
-)
+from pallas_scan.pallas_tile import Program, Step, call, carried, kernel_inputs
 from pallas_scan.problem import Operands, Options
 
 THREAD = 16  # values of a tile that a thread holds: a chunk's states, A, dA and the cotangent are 8 tiles and more
 
 KEPT = 32  # values a thread of a chunk's decays, up to which keeping them does not spill; more are computed twice
+
+
+def _layout(cut: Cut) -> Layout:
+    """Of the gradients. A spread tile's vectors take more registers: where the decays do not fit, they spill."""
+    return Spread(cut) if cut.chunk * cut.values_a_thread <= KEPT else Flat(cut)
 
 
 def gradients(ops: Operands, options: Options, cut: Cut, saved: Array, dout: Array, dfinal: Array | None) -> Operands:
@@ -62,7 +58,7 @@ def gradients(ops: Operands, options: Options, cut: Cut, saved: Array, dout: Arr
     elif dfinal is not None:
         inputs |= {"dfinal": dfinal}
     inputs |= {"saved": saved, "one": jnp.ones((1,), jnp.float32)}
-    results = call(_gradient_kernel, "selective_scan_bwd", cut, inputs, _outputs(ops, cut))
+    results = call(_gradient_kernel, "selective_scan_bwd", cut, inputs, _outputs(ops, cut), _layout)
 
     sums = _sums(ops, cut, results)
 
@@ -147,7 +143,7 @@ def _cotangent_of_y(step: Step, cut: Cut) -> Array:
 
 
 def _summary_kernel(program: Program) -> None:
-    cut = program.cut
+    cut, layout = program.cut, program.layout
     (A,), C = program.decay_rates(), program.fixed_matrix("C")
     bias = program.parameter_vector("delta_bias")
     chunks = program.chunks
@@ -159,26 +155,25 @@ def _summary_kernel(program: Program) -> None:
         following = program.ahead(chunk - 1, z=True, dout=True, C=True)
         for step, position in reversed(steps):
             delta, _ = program.step_size(step.delta, bias, position)
-            (C_t,) = as_tiles(step.C, C, cut)
-            g = g + C_t * _cotangent_of_y(step, cut)[None, :]
-            g = carried(exp2(delta[None, :] * A, cut) * g, step.keep)
+            (C_t,) = program.matrix_tiles(step.C, C)
+            g = g + C_t * layout.of_vector(_cotangent_of_y(step, cut))
+            g = carried(exp2(layout.of_vector(delta) * A, cut) * g, step.keep)
             total = total + delta
         return g, total, following
 
-    zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
+    zero = jnp.zeros(layout.tile, jnp.float32)
     first = program.ahead(chunks - 1, z=True, dout=True, C=True)
-    carry = (zero, jnp.zeros((cut.dim_block,), jnp.float32), first)
+    carry = (zero, jnp.zeros(layout.vector, jnp.float32), first)
     g, total, _ = lax.fori_loop(0, chunks, body, carry)
     program.store_tile("ends", g, program.batch, program.segment)
     program.store_vector("totals", total, program.batch, program.segment)
 
 
 def _gradient_kernel(program: Program) -> None:
-    cut, refs = program.cut, program.refs
+    cut, refs, layout = program.cut, program.refs, program.layout
     (A,), B, C = program.decay_rates(), program.fixed_matrix("B"), program.fixed_matrix("C")
     bias, skip = (program.parameter_vector(name) for name in ("delta_bias", "D"))
-    zero = jnp.zeros((cut.state_block, cut.dim_block), jnp.float32)
-    zero_vector = jnp.zeros((cut.dim_block,), jnp.float32)
+    zero, zero_vector = jnp.zeros(layout.tile, jnp.float32), jnp.zeros(layout.vector, jnp.float32)
 
     g = zero
     if "starts" in refs or "dfinal" in refs:
@@ -197,10 +192,10 @@ def _gradient_kernel(program: Program) -> None:
 
     def advance(h, step, position):
         delta, _ = program.step_size(step.delta, bias, position)
-        decay = exp2(delta[None, :] * A, cut)
+        decay = exp2(layout.of_vector(delta) * A, cut)
         drive = delta * as_float32(step.u, cut)
-        (B_t,) = as_tiles(step.B, B, cut)
-        return carried(decay * h, step.keep) + drive[None, :] * B_t, decay
+        (B_t,) = program.matrix_tiles(step.B, B)
+        return carried(decay * h, step.keep) + layout.of_vector(drive) * B_t, decay
 
     def chunk_body(chunk, h, g, sums):
         positions = program.positions(chunk)
@@ -220,25 +215,25 @@ def _gradient_kernel(program: Program) -> None:
             delta, raw_delta = program.step_size(step.delta, bias, position)
             drive = delta * u
             dy = _cotangent_of_y(step, cut)
-            (B_t,), (C_t,) = as_tiles(step.B, B, cut), as_tiles(step.C, C, cut)
+            (B_t,), (C_t,) = program.matrix_tiles(step.B, B), program.matrix_tiles(step.C, C)
 
             if step.z is not None:
-                y = jnp.sum(after * C_t, axis=0)
+                y = layout.over_states(after * C_t)
                 y = y if skip is None else y + skip * u
                 z, dout = as_float32(step.z, cut), as_float32(step.dout, cut)
                 s = sigmoid(z)
                 dz = dout * y * s * (1.0 + z * (1.0 - s))
                 program.store_vector("dz", dz, program.batch, time, inside=inside)
-            g = g + C_t * dy[None, :]
-            _matrix_gradient(program, sums, "dC", after * dy[None, :], time, inside)
-            _matrix_gradient(program, sums, "dB", g * drive[None, :], time, inside)
-            to_drive = jnp.sum(g * B_t, axis=0)
+            g = g + C_t * layout.of_vector(dy)
+            _matrix_gradient(program, sums, "dC", after * layout.of_vector(dy), time, inside)
+            _matrix_gradient(program, sums, "dB", g * layout.of_vector(drive), time, inside)
+            to_drive = layout.over_states(g * B_t)
             # A factor of one that the compiler does not know, or it would keep the decays where that spills.
-            decay = decays[k] if keep_decays else exp2((one * delta)[None, :] * A, cut)
+            decay = decays[k] if keep_decays else exp2(layout.of_vector(one * delta) * A, cut)
             g = carried(decay * g, step.keep)
             to_exponent = carried(g * before, step.keep)
-            sums["dA"] = sums["dA"] + to_exponent * delta[None, :]
-            ddelta = u * to_drive + jnp.sum(to_exponent * A, axis=0) * (1.0 / LOG2_E)
+            sums["dA"] = sums["dA"] + to_exponent * layout.of_vector(delta)
+            ddelta = u * to_drive + layout.over_states(to_exponent * A) * (1.0 / LOG2_E)
             du = delta * to_drive
             if skip is not None:
                 du = du + skip * dy
@@ -285,7 +280,7 @@ def _gradient_kernel(program: Program) -> None:
     g, sums = lax.fori_loop(0, intervals, lambda i, carry: interval_body(intervals - 1 - i, carry), (g, sums))
 
     for name, value in sums.items():
-        store = program.store_tile if value.ndim == 2 else program.store_vector
+        store = program.store_tile if value.shape == layout.tile else program.store_vector
         store(name, value, program.batch, program.segment)
     if "initial_state" in refs:
 
@@ -295,8 +290,9 @@ def _gradient_kernel(program: Program) -> None:
 
 
 def _matrix_gradient(program, sums, name, product, time, inside) -> None:
-    """Adds a step's product [state, dim_block] to dB or dC: summed over channels, or kept where B or C is fixed."""
+    """Adds a step's product, a tile, to dB or dC: summed over channels, or kept where B or C is fixed."""
     if name in sums:
         sums[name] = sums[name] + product
     else:
-        program.store_states(name, jnp.sum(product, axis=1), program.block, program.batch, time, inside=inside)
+        summed = program.layout.over_channels(product)
+        program.store_column(name, summed, program.block, program.batch, time, inside=inside)

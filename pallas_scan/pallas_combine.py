@@ -19,7 +19,8 @@ from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
 from pallas_scan.pallas_cut import Cut
-from pallas_scan.pallas_tile import LOG2_E, Program, carried, exp2, launch, load, segment_passes
+from pallas_scan.pallas_math import LOG2_E, exp2
+from pallas_scan.pallas_tile import Program, carried, launch, load, segment_passes
 from pallas_scan.problem import Operands, Options
 
 LANES = 128  # of a program

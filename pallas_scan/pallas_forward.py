@@ -26,18 +26,8 @@ from jaxtyping import Array
 from pallas_scan import sequence_sharding
 from pallas_scan.pallas_combine import Lanes, between_devices, combine, summary_shapes
 from pallas_scan.pallas_cut import Cut
-from pallas_scan.pallas_tile import (
-    Program,
-    Step,
-    as_float32,
-    as_tiles,
-    call,
-    carried,
-    exp2,
-    kernel_inputs,
-    segment_passes,
-    sigmoid,
-)
+from pallas_scan.pallas_math import as_float32, exp2, sigmoid
+from pallas_scan.pallas_tile import Program, Step, call, carried, kernel_inputs, segment_passes
 from pallas_scan.problem import Operands, Options
 
 THREAD = 64  # values of a tile that a thread holds: the state and A take twice as many registers
@@ -96,7 +86,7 @@ def _summary_kernel(program: Program) -> None:
 def _scan_kernel(program: Program) -> None:
     cut, refs = program.cut, program.refs
     constants = Constants(program, readout=True)
-    h = _zero(cut)
+    h = _zero(program)
     if "initial_state" in refs:
         h = [program.tile("initial_state", program.batch)]
     if "starts" in refs:
@@ -141,26 +131,25 @@ class Constants:
         self.skip = program.parameter_vector("D") if readout else None
 
 
-def _zero(cut: Cut) -> list[Array]:
-    return [jnp.zeros((*cut.lead, cut.tile_states, cut.dim_block), jnp.float32)] * cut.tiles
+def _zero(program: Program) -> list[Array]:
+    return [jnp.zeros(program.layout.tile, jnp.float32)] * program.cut.tiles
 
 
 def _advance(program: Program, constants: Constants, h: list[Array], step: Step, delta: Array) -> list[Array]:
-    cut = program.cut
+    cut, layout = program.cut, program.layout
     drive = delta * as_float32(step.u, cut)
-    rows = as_tiles(step.B, constants.B, cut) if cut.tiles > 1 else None
+    rows = program.matrix_tiles(step.B, constants.B) if cut.tiles > 1 else None
     after = []
     for number, (tile, A) in enumerate(zip(h, constants.A, strict=True)):
-        passed = carried(exp2(delta[..., None, :] * A, cut) * tile, step.keep)
+        passed = carried(exp2(layout.of_vector(delta) * A, cut) * tile, step.keep)
         if rows is None:  # of one tile, after its exps: ptxas kept to 168 registers on sm_86 otherwise, and spilled 60
-            rows = as_tiles(step.B, constants.B, cut)
-        after.append(passed + drive[..., None, :] * rows[number])
+            rows = program.matrix_tiles(step.B, constants.B)
+        after.append(passed + layout.of_vector(drive) * rows[number])
     return after
 
 
 def _summarise(program: Program, constants: Constants) -> tuple[list[Array], Array]:
     """The state after the segment from zero, and Σδ."""
-    cut = program.cut
 
     def body(chunk, carry):
         h, total, steps = carry
@@ -172,7 +161,7 @@ def _summarise(program: Program, constants: Constants) -> tuple[list[Array], Arr
             total = total + delta
         return h, total, following
 
-    carry = (_zero(cut), jnp.zeros((*cut.lead, cut.dim_block), jnp.float32), program.ahead(0, B=True))
+    carry = (_zero(program), jnp.zeros(program.layout.vector, jnp.float32), program.ahead(0, B=True))
     h, total, _ = lax.fori_loop(0, program.chunks, body, carry)
     return h, total
 
@@ -194,7 +183,7 @@ def _scan(program: Program, constants: Constants, h: list[Array]) -> list[Array]
                 _save(program, h, chunk * cut.chunk + k)
             delta, _ = program.step_size(step.delta, constants.bias, position)
             h = _advance(program, constants, h, step, delta)
-            y = _read_out(h, as_tiles(step.C, constants.C, cut))
+            y = _read_out(program, h, program.matrix_tiles(step.C, constants.C))
             if constants.skip is not None:
                 y = y + constants.skip * as_float32(step.u, cut)
             if step.z is not None:
@@ -209,12 +198,12 @@ def _scan(program: Program, constants: Constants, h: list[Array]) -> list[Array]
     return h
 
 
-def _read_out(h: list[Array], C: list[Array]) -> Array:
+def _read_out(program: Program, h: list[Array], C: list[Array]) -> Array:
     """Σ over the state of h C; over tiles first, where a multiply and an add are one instruction."""
     products = h[0] * C[0]
     for tile, row in zip(h[1:], C[1:], strict=True):
         products = products + tile * row
-    return jnp.sum(products, axis=-2)
+    return program.layout.over_states(products)
 
 
 def _save(program: Program, h: list[Array], local: Array | int) -> None:

@@ -1,9 +1,10 @@
 """What the forward and the backward kernels share: a program's view of the scan.
 
-A program owns a tile [state, dim_block] of one batch row and walks over one segment of the sequence, chunk by chunk.
-Triton's layout of the tile follows the load of A. Of a wide tile A is read with channels contiguous: the lanes of a
-warp lie along the channels, and sums over the state stay in a thread where dim_block is 128 a warp. Of a narrow one it
-is read with states contiguous: 4 states a thread, or its lanes would lie along the state.
+A program owns a tile of states and channels of one batch row and walks over one segment of the sequence, chunk by
+chunk. How its values lie over threads is its layout's (pallas_layout.py). Of a flat tile Triton follows the load of A.
+Of a wide one A is read with channels contiguous: the lanes of a warp lie along the channels, and sums over the state
+stay in a thread where dim_block is 128 a warp. Of a narrow one it is read with states contiguous: 4 states a thread, or
+its lanes would lie along the state.
 
 Where segments lie side by side, a program's arrays have an axis of them in front, and the state is in tiles
 [together, 4, dim_block]: a thread then holds a channel of a segment with all its states, a vector [together, dim_block]
@@ -21,52 +22,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from pallas_scan.pallas_cut import TILE_STATES, Cut
+from pallas_scan.pallas_cut import Cut
+from pallas_scan.pallas_layout import Flat, Layout, along, both
+from pallas_scan.pallas_math import LOG2_E, as_float32, softplus
 from pallas_scan.problem import Operands
-
-LOG2_E = float(np.log2(np.e))
-
-
-def exp2(x: Array, cut: Cut) -> Array:
-    """2**x in one instruction: `ex2.approx.ftz` has an error of 2 units in the last place over its whole range."""
-    if cut.interpret:  # no rule for inline assembly there
-        return jnp.exp2(x)
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    asm = "ex2.approx.ftz.f32 $0, $1;"
-    return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape])[0]
-
-
-def as_float32(x: Array, cut: Cut, *, row: bool = False) -> Array:
-    """x, a vector or a row of B or C, in float32. Of bfloat16, pairs at once, where a thread holds neighbours: two
-    instructions, where the compiler's own conversion takes three."""
-    paired = cut.tile_states == TILE_STATES if row and cut.together > 1 else cut.num_warps == 1 and x.size > 1
-    if x.dtype != jnp.bfloat16 or cut.interpret or not paired:
-        return x.astype(jnp.float32)
-    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    asm = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-    return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,=f,r", pack=2, result_shape_dtypes=[shape])[0]
-
-
-def sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
-
-
-def softplus(x: Array) -> Array:
-    """max(x, 0) + log1p(e), e = exp(-|x|). The library's log1p branches, and its registers spill the scan's. It is
-    2 atanh(s) of s = e / (2 + e), at most 1/3: a polynomial in s², relative error 3e-7 of the whole."""
-    e = jnp.exp(-jnp.abs(x))
-    s = e / (2.0 + e)
-    t = s * s
-    series: Array | float = 0.2817465662956238
-    for coefficient in (0.2796141803264618, 0.40024852752685547, 0.6666631698608398, 2.0):
-        series = series * t + coefficient
-    return jnp.maximum(x, 0.0) + s * series
 
 
 def load(ref: Any, *index: Any, mask: Array | None) -> Array:
@@ -93,16 +57,14 @@ jax.tree_util.register_dataclass(Step, [f.name for f in dataclasses.fields(Step)
 class Program:
     """One program's place in the grid, its loads and its stores, masked where the shape is no multiple of a block."""
 
-    def __init__(self, refs: dict[str, Any], cut: Cut) -> None:
-        self.refs, self.cut = refs, cut
+    def __init__(self, refs: dict[str, Any], cut: Cut, layout: Layout) -> None:
+        self.refs, self.cut, self.layout = refs, cut, layout
         self.block, self.segment, self.batch = (pl.program_id(axis) for axis in range(3))
         per_group = -(-cut.width // cut.dim_block)
         self.group = self.block // per_group
         self.first = (self.block % per_group) * cut.dim_block  # channel, of its group
-        self.lanes = lax.iota(jnp.int32, cut.dim_block)
-        inside = self.first + self.lanes
-        self.channels = self.group * cut.width + inside  # [dim_block]
-        self.states = lax.iota(jnp.int32, cut.tile_states)  # of the first tile
+        inside = self.first + layout.channels
+        self.channels = self.group * cut.width + inside
         self.channel_mask = None if cut.width % cut.dim_block == 0 else inside < cut.width
         # Where each segment has a program, the last has fewer chunks, and no masks.
         self.ragged = cut.seq % (cut.chunk if cut.together == 1 else cut.segments * cut.segment) != 0
@@ -148,21 +110,19 @@ class Program:
         return load(self.refs[name], *index, mask=mask)
 
     def vector(self, name: str, *index: Any, inside: Array | None = None) -> Array:
-        """[*lead, dim_block] of an array whose last axis is dim."""
+        """Of an array whose last axis is dim."""
         return self.load(name, *self._vector_index(index), mask=self._vector_mask(inside))
 
     def store_vector(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
-        ref, mask = self.refs[name], self._vector_mask(inside)
-        if self.cut.interpret and inside is not None:  # what is masked is written back there, over another's value
-            index = tuple(jnp.where(inside, x, jnp.int32(2**30)) if jnp.ndim(x) else x for x in index)
-        plgpu.store(ref.at[self._vector_index(index)], value.astype(ref.dtype), mask=mask)
+        mask = both(self._vector_mask(inside), self.layout.once_in_vector, self.layout.vector)
+        self._store(name, value, self._vector_index(index), mask)
 
     def tile(self, name: str, *index: Any) -> Array:
-        """[state, dim_block] of an array whose last axes are state, dim."""
+        """Of an array whose last axes are state, dim."""
         return self.load(name, *index, *self._tile_index(), mask=self._tile_mask())
 
     def store_tile(self, name: str, value: Array, *index: Any) -> None:
-        plgpu.store(self.refs[name].at[(*index, *self._tile_index())], value, mask=self._tile_mask())
+        self._store(name, value, (*index, *self._tile_index()), self._tile_mask())
 
     def store_tiles(self, name: str, tiles: list[Array], *index: Any, inside: Array | None = None) -> None:
         """The state into an array whose last axes are state, dim."""
@@ -172,18 +132,26 @@ class Program:
         # State by state: of a tile the layout would follow the store, and cross shared memory.
         for state in range(self.cut.state):
             tile, row = divmod(state, self.cut.tile_states)
-            here = along(self.states, tiles[tile].shape, 1) == row
+            here = self.layout.states(tiles[tile].shape) == row
             value = jnp.sum(jnp.where(here, tiles[tile], -0.0), axis=-2)
             self.store_vector(name, value, *index, jnp.int32(state), inside=inside)
 
-    def store_states(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
-        """[state] into an array whose last axis is state."""
-        mask = _both(self._state_mask(0), inside, self.states.shape)
-        plgpu.store(self.refs[name].at[(*index, self.states)], value, mask=mask)
+    def store_column(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
+        """A value a state, as sums over channels are, into an array whose last axis is state."""
+        layout = self.layout
+        states = layout.states(layout.column)
+        mask = both(self._exist(states), layout.once_in_column, layout.column)
+        self._store(name, value, (*index, states), both(mask, inside, layout.column))
+
+    def _store(self, name: str, value: Array, index: tuple[Any, ...], mask: Array | None) -> None:
+        ref = self.refs[name]
+        if self.cut.interpret and mask is not None:  # what is masked is written back there, over another's value
+            index = (*index[:-1], jnp.where(mask, index[-1], jnp.int32(2**30)))
+        plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
     def decay_rates(self) -> list[Array]:
         """A log2 e in tiles: exp(δ A) is exp2 of δ times this."""
-        return [A * LOG2_E for A in self.parameter_tiles("A", states_contiguous=self.cut.states_contiguous)]
+        return [A * LOG2_E for A in self.parameter_tiles("A", states_contiguous=self.layout.states_contiguous)]
 
     def parameter_tiles(self, name: str, *, states_contiguous: bool) -> list[Array]:
         """Of an array (rows, dim, state), or (rows, state, dim) where its channels are contiguous."""
@@ -211,52 +179,43 @@ class Program:
 
     def hand_vector(self, name: str, value: Array) -> None:
         """Into an array (batch, blocks, together, dim_block)."""
-        place = (along(x, value.shape, axis) for axis, x in enumerate((self._sides(), self.lanes)))
+        place = (along(x, value.shape, axis) for axis, x in enumerate((self._sides(), self.layout.channels)))
         plgpu.store(self.refs[name].at[(self.batch, self.block, *place)], value)
 
     def _sides(self) -> Array:
         return lax.iota(jnp.int32, self.cut.together)
 
     def _place(self, number: int) -> tuple[Any, ...]:
-        shape = (*self.cut.lead, self.cut.tile_states, self.cut.dim_block)
-        states = self.states + number * self.cut.tile_states
-        return (
-            self.batch,
-            self.block,
-            along(self._sides(), shape, 0),
-            along(self.lanes, shape, 2),
-            along(states, shape, 1),
-        )
+        shape = self.layout.tile
+        sides, channels = along(self._sides(), shape, 0), self.layout.on_tile(self.layout.channels)
+        return (self.batch, self.block, sides, channels, self.layout.states(shape, number))
 
     # --- indices and masks ---
 
     def _vector_index(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
-        shape = (*self.cut.lead, self.cut.dim_block)
-        lead = (along(x, shape, 0) if jnp.ndim(x) else x for x in index)
-        return (*lead, along(self.channels, shape, -1))
+        lead = (along(x, self.layout.vector, 0) if jnp.ndim(x) else x for x in index)
+        return (*lead, self.layout.on_vector(self.channels))
 
     def _vector_mask(self, inside: Array | None) -> Array | None:
-        shape = (*self.cut.lead, self.cut.dim_block)
-        channels = None if self.channel_mask is None else along(self.channel_mask, shape, -1)
-        return _both(channels, inside if inside is None or inside.ndim == 0 else along(inside, shape, 0), shape)
-
-    def _state_mask(self, number: int) -> Array | None:
-        """Which states of a tile exist."""
-        if self.cut.state == self.cut.state_block:
-            return None
-        return self.states + number * self.cut.tile_states < self.cut.state
+        channels = None if self.channel_mask is None else self.layout.on_vector(self.channel_mask)
+        return both(channels, self._over(inside, self.layout.vector), self.layout.vector)
 
     def _tile_index(self, number: int = 0) -> tuple[Array, Array]:
-        shape = (*self.cut.lead, self.cut.tile_states, self.cut.dim_block)
-        states = self.states if number == 0 else self.states + number * self.cut.tile_states
-        return along(states, shape, -2), along(self.channels, shape, -1)
+        return self.layout.states(self.layout.tile, number), self.layout.on_tile(self.channels)
 
     def _tile_mask(self, number: int = 0) -> Array | None:
-        shape = (*self.cut.lead, self.cut.tile_states, self.cut.dim_block)
-        states = self._state_mask(number) if self.cut.together == 1 else None  # there A is filled up
-        states = None if states is None else along(states, shape, -2)
-        channels = None if self.channel_mask is None else along(self.channel_mask, shape, -1)
-        return _both(states, channels, shape)
+        shape = self.layout.tile
+        states = self._exist(self.layout.states(shape, number)) if self.cut.together == 1 else None  # there A is whole
+        channels = None if self.channel_mask is None else self.layout.on_tile(self.channel_mask)
+        return both(states, channels, shape)
+
+    def _exist(self, states: Array) -> Array | None:
+        """Which of them the scan has: a tile's are a power of two."""
+        return None if self.cut.state == self.cut.state_block else states < self.cut.state
+
+    def _over(self, of_segments: Array | None, shape: tuple[int, ...]) -> Array | None:
+        """One scalar, or one for each of the segments side by side, over a shape."""
+        return along(of_segments, shape, 0) if of_segments is not None and of_segments.ndim else of_segments
 
     # --- the scan's own operands ---
 
@@ -285,15 +244,10 @@ class Program:
             return [row(name, group, number) for number in range(self.cut.tiles)]
 
         def row(name: str, group: Array, number: int) -> Array:
-            shape = (*self.cut.lead, self.cut.tile_states)
-            states = along(self.states if number == 0 else self.states + number * self.cut.tile_states, shape, -1)
-            exist = self._state_mask(number)
-            mask = _both(
-                None if exist is None else along(exist, shape, -1),
-                inside if inside is None or inside.ndim == 0 else along(inside, shape, 0),
-                shape,
-            )
-            return self.load(name, self.batch, along(time, shape, 0) if time.ndim else time, group, states, mask=mask)
+            shape = self.layout.row
+            states = self.layout.states(shape, number)
+            mask = both(self._exist(states), self._over(inside, shape), shape)
+            return self.load(name, self.batch, self._over(time, shape), group, states, mask=mask)
 
         keep = None
         if "keep" in self.refs:
@@ -331,7 +285,7 @@ class Program:
 
     @property
     def _rows_ahead(self) -> bool:
-        return self.cut.together == 1 and self.cut.states_contiguous
+        return self.cut.together == 1 and self.layout.states_contiguous
 
     def _with_matrices(self, steps: list[Step], positions: list[Array], B: bool, C: bool) -> list[Step]:
         return [self.matrices(s, p, B=B, C=C) for s, p in zip(steps, positions, strict=True)]
@@ -355,18 +309,12 @@ class Program:
             return None
         return self.parameter_tiles(name, states_contiguous=self.cut.together > 1)
 
-
-def as_tiles(rows: list[Array] | None, fixed: list[Array] | None, cut: Cut) -> list[Array]:
-    """B or C so that they multiply tiles: one step's rows, or the tiles where it does not vary."""
-    if fixed is not None:
-        return fixed
-    assert rows is not None
-    return [as_float32(row, cut, row=True)[..., :, None] for row in rows]
-
-
-def along(x: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """A vector as the `axis` of a shape."""
-    return x if x.shape == shape else lax.broadcast_in_dim(x, shape, (axis % len(shape),))
+    def matrix_tiles(self, rows: list[Array] | None, fixed: list[Array] | None) -> list[Array]:
+        """B or C so that they multiply tiles: one step's rows, or the tiles where it does not vary."""
+        if fixed is not None:
+            return fixed
+        assert rows is not None
+        return [self.layout.of_row(as_float32(row, self.cut, row=True)) for row in rows]
 
 
 def carried(x: Array, keep: Array | None) -> Array:
@@ -374,14 +322,6 @@ def carried(x: Array, keep: Array | None) -> Array:
     if keep is None:
         return x
     return jnp.where((along(keep, x.shape, 0) if keep.ndim else keep) != 0, x, 0.0)
-
-
-def _both(a: Array | None, b: Array | None, shape: tuple[int, ...]) -> Array | None:
-    if b is not None and b.ndim == 0:
-        b = lax.broadcast(b, shape)
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
 
 
 def kernel_inputs(ops: Operands, cut: Cut) -> dict[str, Array]:
@@ -452,10 +392,11 @@ def call(
     cut: Cut,
     inputs: dict[str, Array],
     outputs: dict[str, jax.ShapeDtypeStruct],
+    layout: Callable[[Cut], Layout] = Flat,
 ) -> dict[str, Array]:
     """Runs a kernel that takes a `Program` of the cut."""
     return launch(
-        lambda refs: kernel(Program(refs, cut)),
+        lambda refs: kernel(Program(refs, cut, layout(cut))),
         inputs,
         outputs,
         name=name,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_scan
-from pallas_scan import KernelConfig, ScanConfig, _compat, config, pallas_cut, pallas_tile, tuning
+from pallas_scan import KernelConfig, ScanConfig, _compat, config, pallas_cut, pallas_math, tuning
 from pallas_scan.config import Sizes
 from pallas_scan.problem import Options
 from tests.cases import Case
@@ -69,9 +69,9 @@ def test_segments_side_by_side_are_one_kernel_and_whole_rounds():
 
 def test_softplus_keeps_its_relative_error_where_it_is_small():
     x = jnp.linspace(-80.0, 80.0, 200_001)
-    got = np.asarray(jax.jit(pallas_tile.softplus)(x), np.float64)
+    got = np.asarray(jax.jit(pallas_math.softplus)(x), np.float64)
     np.testing.assert_allclose(got, np.logaddexp(0.0, np.asarray(x, np.float64)), rtol=1e-6)
-    ends = pallas_tile.softplus(jnp.array([-jnp.inf, jnp.inf, jnp.nan]))
+    ends = pallas_math.softplus(jnp.array([-jnp.inf, jnp.inf, jnp.nan]))
     np.testing.assert_array_equal(ends, [0.0, np.inf, np.nan])
 
 
