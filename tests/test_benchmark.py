@@ -1,5 +1,6 @@
 """The benchmark tool as a user runs it: a complete file or the old one, and usage errors."""
 
+import itertools
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from absl import flags
@@ -49,7 +51,8 @@ def benchmark(*flags, **kwargs):
 
 def test_writes_the_recorded_schema_and_a_table(tmp_path):
     out = tmp_path / "b.json"
-    done = benchmark("--shapes=1x32x8x4", f"--out={out}", "--samples=1")
+    of_jax = "--implementations=scan,assoc,chunked"
+    done = benchmark("--shapes=1x32x8x4", f"--out={out}", "--samples=1", of_jax)
     assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())
     assert list(record) == ["device", "config", "results"]
@@ -63,7 +66,7 @@ def test_writes_the_recorded_schema_and_a_table(tmp_path):
         assert row["median_ms"] > 0 and row.get("rel_err_vs_scan", 0.0) < 1e-5
     assert "chunked" in done.stdout and "x scan" in done.stdout
 
-    again = benchmark("--shapes=1x32x8x4", f"--out={out}", "--samples=1", "--modes=fwd", f"--compare={out}")
+    again = benchmark("--shapes=1x32x8x4", f"--out={out}", "--samples=1", "--modes=fwd", of_jax, f"--compare={out}")
     assert again.returncode == 0 and "other's" in again.stdout, again.stderr
 
 
@@ -97,6 +100,30 @@ def test_one_without_memory_is_recorded_as_such_and_the_others_are_measured(impo
     assert assoc["median_ms"] is None and assoc["error"].startswith("out of memory")
     assert assoc["xla_temp_mb"] > 0 and "rel_err_vs_scan" not in assoc
     assert "no memory" in tool.table([scan, assoc], [scan, assoc]).columns[4].cells
+
+
+def test_those_that_free_gigabytes_take_turns_after_the_others(import_tool):
+    tool = import_tool("benchmark")
+    calls = []
+
+    class Program:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, arguments):
+            calls.append(self.name)
+            return arguments["u"]
+
+        def memory_analysis(self):
+            return types.SimpleNamespace(temp_size_in_bytes=0, argument_size_in_bytes=0, output_size_in_bytes=0)
+
+    names = ("scan", "assoc", "chunked")
+    programs = [tool.Candidate(name, Program(name), 0.0) for name in names]
+    rows = tool.measure_cell(tool.Cell((1, 4, 2, 2), "float32", "fwd", names), programs, samples=2, seconds=9.0, seed=0)
+    assert [row["impl"] for row in rows] == list(names) and rows[1]["rel_err_vs_scan"] == 0.0
+    *together, last = (name for name, _ in itertools.groupby(calls))
+    assert set(together) == {"scan", "chunked"} and last == "assoc"
+    assert together[-4:] == ["scan", "chunked"] * 2  # sample by sample
 
 
 def test_an_error_other_than_memory_is_not_hidden(import_tool):

@@ -7,9 +7,10 @@
 
 A cell is one shape in one dtype and mode. Its implementations take turns, sample by sample, so that a change in the
 machine's speed reaches all of them; times are medians of samples, a sample being the mean of `inner` calls. Where a
-call takes less than a second, one that is not timed comes before a sample: the first after an implementation that
-allocated gigabytes pays for the pages that the system took back. One that runs out of memory has an `error` and no
-times.
+call takes less than a second, one that is not timed comes before a sample: the first after another implementation
+pays for the pages that the system took back from it. Those that hold every state several times over, assoc and
+mambapy, take turns with each other once the rest is done: what they free, the rest would pay for. One that runs out
+of memory has an `error` and no times.
 
 On a GPU `median_ms` is the host's time and `kernel_ms` the kernels' own, from the profiler, on inputs that rotate
 through more memory than the L2 cache. `floor_ms` is tools/roofline.py's. Programs are compiled several at once, so
@@ -54,6 +55,8 @@ MODES = ("fwd", "fwd_bwd")
 DTYPES = ("float32", "bfloat16", "float16")
 MEBIBYTE = 2**20
 LONG = 1.0  # seconds of a call that need no other before it
+# Of gigabytes a call: on a virtual machine the host takes back what they free, and another's next call waits for pages.
+_APART = ("assoc", "mambapy")
 
 _PRESETS = {
     "default": [(4, seq, dim, 16) for seq, dim in ((512, 256), (2048, 256), (512, 1024))],
@@ -85,7 +88,9 @@ _IMPLEMENTATIONS = flags.DEFINE_list(
 _MODES = flags.DEFINE_list("modes", list(MODES), f"Any of {', '.join(MODES)}.")
 _DTYPES = flags.DEFINE_list("dtypes", ["float32"], f"dtypes of u, delta, B and C: any of {', '.join(DTYPES)}.")
 _SAMPLES = flags.DEFINE_integer("samples", 7, "Samples a cell and implementation, at most.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 6.0, "Sampling a cell stops after this many seconds.", lower_bound=0.0)
+_SECONDS = flags.DEFINE_float(
+    "seconds", 6.0, "Sampling those of a cell that take turns stops after this many seconds.", lower_bound=0.0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
 _OUT = flags.DEFINE_string("out", "benchmark.json", "Where to write the recording.")
 _COMPARE = flags.DEFINE_string("compare", None, "Another recording, to put beside this one.")
@@ -252,34 +257,19 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
     arguments = inputs.mamba_inputs(cell.shape, cell.dtype, seed)
     errors = {}
     want = None
-    for candidate in programs:
-        candidate.arguments = arguments
-        start = time.perf_counter()
-        try:
-            result = candidate.call()
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            candidate.error = str(error).splitlines()[0]
-            continue
-        if isinstance(candidate.program, TorchProgram):
-            candidate.compile_s = time.perf_counter() - start
-        if candidate.name == "scan":
-            want = result
-        elif want is not None:
-            errors[candidate.name] = float(np.max(jax.tree.leaves(relative_errors(result, want))))  # NaN stays
-        del result
-        if candidate.name in cell.implementations:
-            candidate.warm_up()
+    for group in _groups(programs):
+        for candidate in group:
+            result = _first_call(candidate, arguments)
+            if candidate.name == "scan":
+                want = result
+            elif result is not None and want is not None:
+                difference = relative_errors(result, want)
+                errors[candidate.name] = float(np.max(jax.tree.leaves(difference)))  # NaN stays
+            del result
+        _take_turns([c for c in group if c.name in cell.implementations and c.error is None], samples, seconds)
     del want
     chosen = [c for c in programs if c.name in cell.implementations]
     candidates = [c for c in chosen if c.error is None]
-    start = time.perf_counter()
-    for taken in range(samples):
-        if taken >= 3 and time.perf_counter() - start > seconds:
-            break
-        for candidate in candidates:
-            candidate.sample()
     rows = []
     for candidate in chosen:
         q1, median, q3 = candidate.quartiles_ms()
@@ -306,6 +296,38 @@ def measure_cell(cell: Cell, programs: list[Candidate], *, samples: int, seconds
     if _compat.gpu_backend():
         _add_kernel_times(cell, candidates, [row for row in rows if "error" not in row])
     return rows
+
+
+def _groups(programs: list[Candidate]) -> list[list[Candidate]]:
+    """Those that are measured together, in the order of the groups."""
+    return [[c for c in programs if (c.name in _APART) == apart] for apart in (False, True)]
+
+
+def _first_call(candidate: Candidate, arguments: dict[str, jax.Array]) -> Any:
+    """Its result; None, and `error` set, where memory does not suffice."""
+    candidate.arguments = arguments
+    start = time.perf_counter()
+    try:
+        result = candidate.call()
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        candidate.error = str(error).splitlines()[0]
+        return None
+    if isinstance(candidate.program, TorchProgram):
+        candidate.compile_s = time.perf_counter() - start
+    return result
+
+
+def _take_turns(candidates: list[Candidate], samples: int, seconds: float) -> None:
+    for candidate in candidates:
+        candidate.warm_up()
+    start = time.perf_counter()
+    for taken in range(samples):
+        if taken >= 3 and time.perf_counter() - start > seconds:
+            break
+        for candidate in candidates:
+            candidate.sample()
 
 
 def _add_kernel_times(cell: Cell, candidates: list[Candidate], rows: list[dict[str, Any]]) -> None:
@@ -384,7 +406,8 @@ def record(shapes: list[inputs.Shape], results: list[dict[str, Any]]) -> dict[st
         "dtype": _DTYPES.value[0] if len(_DTYPES.value) == 1 else None,
         "gpu_scan_config": None,
         "note": "rel_err = max|out-scan| / max|scan| (max over out or all grads)",
-        "note_runs": f"implementations of a cell take turns; seed {_SEED.value}; preset {_PRESET.value}",
+        "note_runs": "implementations of a cell take turns, "
+        f"{' and '.join(_APART)} after the others; seed {_SEED.value}; preset {_PRESET.value}",
     }
     if _compat.gpu_backend():
         config["ceilings"] = dataclasses.asdict(roofline.ceilings())
