@@ -1,7 +1,6 @@
 """What keeps the CPU form fast: a compiler's or a cache's rule that a change could break without changing a result."""
 
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -35,43 +34,36 @@ def test_an_array_of_half_precision_is_never_converted_whole(dtype):
 
 @pytest.mark.parametrize("dim", [64, 256, 768, 1024, 4096])
 @pytest.mark.parametrize("batch", [1, 4, 16])
-def test_arrays_of_a_kernel_do_not_share_their_sets_of_a_cache_with_few_ways(batch, dim):
+def test_arrays_of_a_kernel_do_not_share_their_sets_of_a_cache(batch, dim):
     rows = 8 * batch
-    size = 4 * rows * (dim + lanes.padding(rows, dim, ways=8))
+    size = 4 * rows * (dim + lanes.padding(rows, dim, "AuthenticAMD"))
     assert math.gcd(size, 4096) <= 512
 
 
-def test_rows_stay_aligned_where_the_cache_has_ways_enough():
-    assert lanes.padding(32, 1024, ways=12) == 0
+def test_rows_stay_aligned_on_intel():
+    assert lanes.padding(32, 1024, "GenuineIntel") == 0
 
 
-@pytest.mark.parametrize("ways", [8, 12])
-def test_gradients_are_right_for_either_cache(monkeypatch, ways):
-    monkeypatch.setattr(lanes, "cache_ways", lambda: ways)
-    case = Case(f"{ways}_ways", seq=19 + ways, dim=64, state=16, z=True, initial=True)  # its own trace: another seq
+@pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel"])
+def test_gradients_are_right_on_either_processor(monkeypatch, vendor):
+    monkeypatch.setattr(lanes, "vendor", lambda: vendor)
+    case = Case(vendor, seq=20, dim=64, state=16, z=True, initial=True)
     rows = case.batch * case.state // lanes.WIDTHS_BACK[0]
-    assert (lanes.padding(rows, case.dim, ways) > 0) == (ways == 8)
+    assert (lanes.padding(rows, case.dim, vendor) > 0) == (vendor == "AuthenticAMD")
+    jax.clear_caches()  # the vendor is read while tracing
     check(case, "chunked")
 
 
-def caches_of(folder: pathlib.Path, *levels: tuple[str, str, str]) -> pathlib.Path:
-    for index, (level, kind, ways) in enumerate(levels):
-        cache = folder / f"index{index}"
-        cache.mkdir()
-        for name, text in (("level", level), ("type", kind), ("ways_of_associativity", ways)):
-            (cache / name).write_text(f"{text}\n")
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("levels", "ways"),
+    ("text", "vendor"),
     [
-        ([("1", "Instruction", "16"), ("1", "Data", "12"), ("2", "Unified", "20")], 12),
-        ([("2", "Unified", "20")], lanes.FEW_WAYS),
-        ([("1", "Data", "")], lanes.FEW_WAYS),
-        ([], lanes.FEW_WAYS),
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\n", "GenuineIntel"),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),  # Arm
+        (None, ""),
     ],
 )
-def test_ways_are_those_of_the_first_data_cache(tmp_path, monkeypatch, levels, ways):
-    monkeypatch.setattr(lanes, "CACHES", caches_of(tmp_path, *levels))
-    assert lanes.cache_ways.__wrapped__() == ways
+def test_vendor_is_read_from_linux(tmp_path, monkeypatch, text, vendor):
+    monkeypatch.setattr(lanes, "PROCESSORS", tmp_path / "cpuinfo")
+    if text is not None:
+        lanes.PROCESSORS.write_text(text)
+    assert lanes.vendor.__wrapped__() == vendor
