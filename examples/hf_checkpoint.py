@@ -35,7 +35,7 @@ def load(folder: str | os.PathLike[str], dtype: Any = jnp.float32) -> Checkpoint
 
     Raises:
       FileNotFoundError: the folder lacks config.json or the weights.
-      ValueError: another kind of model or activation, or weights missing, too many or of another shape.
+      ValueError: another kind of model or activation, a size missing, or weights missing, too many or of another shape.
     """
     folder = pathlib.Path(folder)
     raw = _read_config(folder)
@@ -80,6 +80,8 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: got model_type {raw.get('model_type')!r}, expected one of {MODEL_TYPES}")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{folder}: got hidden_act {raw['hidden_act']!r}, expected 'silu'")
+    if lacking := [name for name in ("vocab_size", "hidden_size", "num_hidden_layers") if name not in raw]:
+        raise ValueError(f"{folder}: got a config.json without {', '.join(lacking)}")
     return raw
 
 

@@ -95,13 +95,16 @@ def main_generate(console: Console) -> None:
     try:
         params, config, end_tokens = hf_checkpoint.load(folder, FLAGS.dtype)
         words = vocabulary(folder, config.vocab_size)
+    except (OSError, ValueError) as error:
+        raise app.UsageError(f"--checkpoint={folder}: {error}") from error
+    options = {"temperature": FLAGS.temperature, "top_k": FLAGS.top_k, "seed": FLAGS.seed}
+    try:
         prompts = [words.encode(prompt) for prompt in FLAGS.prompt]
-        options = {"temperature": FLAGS.temperature, "top_k": FLAGS.top_k, "seed": FLAGS.seed}
         stream = generate(params, config, prompts, FLAGS.tokens, **options)
         start = time.perf_counter()
         steps = [next(stream)]
-    except (OSError, ValueError) as error:
-        raise app.UsageError(f"--checkpoint={folder}: {error}") from error
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
     prefill = time.perf_counter() - start
     ended = np.zeros(len(prompts), bool)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

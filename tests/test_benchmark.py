@@ -57,6 +57,7 @@ def test_writes_the_recorded_schema_and_a_table(tmp_path):
     record = json.loads(out.read_text())
     assert list(record) == ["device", "config", "results"]
     assert list(record["device"]) == DEVICE_KEYS and list(record["config"]) == CONFIG_KEYS
+    assert f"processor {recording.processor()}" in record["config"]["note_runs"]
     assert [(r["impl"], r["mode"]) for r in record["results"]] == [
         (i, m) for m in ("fwd", "fwd_bwd") for i in ("scan", "assoc", "chunked")
     ]
@@ -225,3 +226,21 @@ def test_the_floor_counts_every_array_once(dtype, width):
     assert roofline.bytes_moved(shape, "fwd", dtype) == 3 * u + 2 * B  # u, delta, out; B, C
     assert roofline.bytes_moved(shape, "fwd_bwd", dtype) == 8 * u + 6 * B
     assert roofline.exps(shape, "fwd_bwd") == 2 * batch * seq * dim * state
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nmodel name\t: another\n",
+            "AMD EPYC, family 26, model 2",
+        ),
+        ("processor\t: 0\nCPU part\t: 0xd0c\n", None),  # Arm
+        (None, None),
+    ],
+)
+def test_a_recording_names_the_processor_as_linux_does(tmp_path, monkeypatch, text, name):
+    monkeypatch.setattr(recording, "PROCESSORS", tmp_path / "cpuinfo")
+    if text is not None:
+        recording.PROCESSORS.write_text(text)
+    assert recording.processor() == name

@@ -164,13 +164,15 @@ def _broken(folder, change):
     params = mamba_model.init(config, jax.random.key(0))
     hf_checkpoint.save(folder, params, config)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    raw = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"model_type": "llama"}, "got model_type 'llama', expected one of"),
+        ({"vocab_size": None}, "got a config.json without vocab_size"),
         ({"hidden_act": "gelu"}, "got hidden_act 'gelu', expected 'silu'"),
         ({"num_hidden_layers": 3}, r"the weights lack 'backbone\.layers\.2\.norm\.weight'"),
         ({"num_hidden_layers": 1}, r"got weights \['backbone\.layers\.1.*that config\.json does not tell of"),

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 from absl import app, flags
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if jax.default_backend() != "gpu":
@@ -26,6 +25,7 @@ if jax.default_backend() != "gpu":
 
 from tests import cases, test_agreement
 from tools import recording, torch_program
+from tools.progress import bar
 
 JAX_IMPLEMENTATIONS = test_agreement.IMPLEMENTATIONS
 PRESENT = (*JAX_IMPLEMENTATIONS, *filter(torch_program.importable, ("triton_ref", "mamba_ssm")))
@@ -122,9 +122,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     names, implementations, seed = _CASES.value, _IMPLEMENTATIONS.value, _SEED.value
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found: list[Found] = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with bar() as progress:
         task = progress.add_task("comparing", total=len(names) * len(implementations))
         for errors in compared(names, implementations, seed):
             found += errors

@@ -40,7 +40,6 @@ import jax
 import numpy as np
 from absl import app, flags
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import pallas_scan
 from pallas_scan import _compat
@@ -48,6 +47,7 @@ from tools import inputs, recording, roofline, torch_program
 from tools.benchmark_table import table
 from tools.errors import relative_errors
 from tools.kernel_time import copies, kernel_times
+from tools.progress import bar
 from tools.torch_program import TorchProgram
 
 IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas", *torch_program.NAMES)
@@ -378,11 +378,10 @@ def _emptied(cells: collections.deque) -> Iterator[Any]:
 
 def run(cells: list[Cell], console: Console, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
     """Every cell's rows; `keep` is handed those so far after each cell."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results: list[dict[str, Any]] = []
     on_gpu = _compat.gpu_backend()
     threads = max(1, (os.cpu_count() or 1) - 1) if on_gpu else 1
-    with Progress(*columns, console=console, transient=True) as progress:
+    with bar(console) as progress:
         task = progress.add_task("compiling", total=len(cells))
         work: Iterable[tuple[Cell, list[Candidate]]] = compiled(cells, threads)
         if on_gpu:  # all before the first is measured: XLA tries variants on the GPU as it compiles
@@ -407,7 +406,8 @@ def record(shapes: list[inputs.Shape], results: list[dict[str, Any]]) -> dict[st
         "gpu_scan_config": None,
         "note": "rel_err = max|out-scan| / max|scan| (max over out or all grads)",
         "note_runs": "implementations of a cell take turns, "
-        f"{' and '.join(_APART)} after the others; seed {_SEED.value}; preset {_PRESET.value}",
+        f"{' and '.join(_APART)} after the others; seed {_SEED.value}; preset {_PRESET.value}; "
+        f"processor {recording.processor()}",
     }
     if _compat.gpu_backend():
         config["ceilings"] = dataclasses.asdict(roofline.ceilings())

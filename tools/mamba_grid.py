@@ -23,11 +23,12 @@ from typing import Any
 import jax
 from absl import app, flags
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from tests import mamba_grid
 from tools import recording, torch_program
+from tools.progress import bar
 
 IMPLEMENTATIONS = ("scan", "assoc", "chunked", "pallas", "triton_ref")
 PIECE = len(mamba_grid.SEQS)  # cases that one worker takes: the lengths of one set of options, which share kernels
@@ -155,8 +156,7 @@ def main(argv: list[str]) -> None:
     until = time.monotonic() + 60.0 * _MINUTES.value
     record = _kept(_OUT.value, _SEED.value)
     console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with bar(transient=False) as progress:
         for name in names:
             counts = Counts(record["implementations"].get(name))
             try:

@@ -6,12 +6,15 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import tempfile
 from importlib import metadata
 from typing import Any
 
 import jax
+
+PROCESSORS = pathlib.Path("/proc/cpuinfo")
 
 
 def device_record() -> dict[str, Any]:
@@ -29,6 +32,18 @@ def device_record() -> dict[str, Any]:
         "torch": _version("torch"),
         "torch_cuda": (_version("torch") or "").partition("+cu")[2] or None,
     }
+
+
+def processor() -> str | None:
+    """The processor's name and its identification, as Linux has them: a name alone may be a whole line of products."""
+    try:
+        text = PROCESSORS.read_text()
+    except OSError:
+        return None
+    fields = dict(re.findall(r"^([^\t:]+)\t*: (.*)$", text.partition("\n\n")[0], re.MULTILINE))
+    if "model name" not in fields:
+        return None
+    return f"{fields['model name']}, family {fields.get('cpu family')}, model {fields.get('model')}"
 
 
 def _version(package: str) -> str | None:

@@ -29,7 +29,6 @@ from absl import app, flags
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pallas_scan
@@ -38,6 +37,7 @@ from pallas_scan.problem import Operands, Options
 from tools import inputs, link_model, recording
 from tools.errors import relative_errors
 from tools.kernel_time import kernel_times
+from tools.progress import bar
 
 MODES = ("fwd", "fwd_bwd")
 LAYOUTS = ("batch", "dim", "seq")
@@ -296,9 +296,8 @@ def main(argv: list[str]) -> None:
     if not parts or uneven:
         raise app.UsageError(f"got --parts={_PARTS.value}, expected numbers of devices that divide {uneven or parts}")
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     checks, results, planned = [], [], list(rows(parts, strong, weak, batch, dim))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with bar() as progress:
         several = [p for p in parts if p > 1]
         task = progress.add_task("", total=len(planned) + len(several) * len(_DTYPES.value))
         for dtype in _DTYPES.value:

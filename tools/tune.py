@@ -26,7 +26,6 @@ import jax
 import numpy as np
 from absl import app, flags
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pallas_scan import _compat, chunked, pallas_backward, pallas_cut, pallas_forward, pallas_triton, tuning
@@ -35,6 +34,7 @@ from pallas_scan.problem import Operands, Options
 from tools import inputs, recording
 from tools.errors import relative_errors
 from tools.kernel_time import copies, kernel_times
+from tools.progress import bar
 
 PARTS = ("fwd", "bwd")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -241,10 +241,9 @@ def main(argv: list[str]) -> None:
     searches = list(plan([inputs.parse_shape(s) for s in _SHAPES.value], _DTYPES.value, _PARTS.value, sweep))
     log: list[dict[str, Any]] = []
     view = Table("batch x seq x dim x state", "dtype", "part", "in use", "ms", "fastest", "ms", "tried", "failed")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 150)
     with (
-        Progress(*columns, console=console, transient=True) as progress,
+        bar(console) as progress,
         concurrent.futures.ThreadPoolExecutor(_THREADS.value) as pool,
     ):
         task = progress.add_task("", total=sum(len(s.candidates) for s in searches))
