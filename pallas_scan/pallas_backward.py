@@ -34,9 +34,13 @@ THREAD = 16  # values of a tile that a thread holds: a chunk's states, A, dA and
 KEPT = 32  # values a thread of a chunk's decays, up to which keeping them does not spill; more are computed twice
 
 
+def _keeps_decays(cut: Cut) -> bool:
+    return cut.chunk * cut.values_a_thread <= KEPT
+
+
 def _layout(cut: Cut) -> Layout:
     """Of the gradients. A spread tile's vectors take more registers: where the decays do not fit, they spill."""
-    return Spread(cut) if cut.chunk * cut.values_a_thread <= KEPT else Flat(cut)
+    return Spread(cut) if _keeps_decays(cut) else Flat(cut)
 
 
 def gradients(ops: Operands, options: Options, cut: Cut, saved: Array, dout: Array, dfinal: Array | None) -> Operands:
@@ -182,7 +186,6 @@ def _gradient_kernel(program: Program) -> None:
     sums |= {name: zero for name, fixed in (("dB", B), ("dC", C)) if fixed is not None}
     sums |= {f"d{name}": zero_vector for name in ("D", "delta_bias") if name in refs}
 
-    keep_decays = cut.chunk * cut.values_a_thread <= KEPT
     one = refs["one"][0]
     per_interval = cut.save_every // cut.chunk
 
@@ -229,7 +232,7 @@ def _gradient_kernel(program: Program) -> None:
             _matrix_gradient(program, sums, "dB", g * layout.of_vector(drive), time, inside)
             to_drive = layout.over_states(g * B_t)
             # A factor of one that the compiler does not know, or it would keep the decays where that spills.
-            decay = decays[k] if keep_decays else exp2(layout.of_vector(one * delta) * A, cut)
+            decay = decays[k] if _keeps_decays(cut) else exp2(layout.of_vector(one * delta) * A, cut)
             g = carried(decay * g, step.keep)
             to_exponent = carried(g * before, step.keep)
             sums["dA"] = sums["dA"] + to_exponent * layout.of_vector(delta)
