@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
+from pallas_scan import processor
 from pallas_scan.problem import Operands, Options
 from pallas_scan.xla_kernel import Exp2, in_buffers
 
@@ -27,8 +27,6 @@ from pallas_scan.xla_kernel import Exp2, in_buffers
 # decays and cotangents at once, which is more than the registers hold: the narrow one spills less.
 WIDTHS = (4, 5, 6, 7, 3, 2, 1)
 WIDTHS_BACK = (2, 1)
-
-PROCESSORS = pathlib.Path("/proc/cpuinfo")
 
 Lanes = Float32[Array, "*lanes"]  # (batch, groups, parts, channels of a group) without its axes of one
 PerWidth = list[Lanes]  # one a state element that a lane holds
@@ -65,7 +63,8 @@ class Layout:
         self.groups = math.lcm(*(x.shape[2] for x in (ops.B, ops.C) if x.ndim == 4))  # those of both
         self.parts = state // self.width
         self.full = (batch, self.groups, self.parts, dim // self.groups)
-        self.padding = padding(math.prod(self.full[:3]), self.full[3], vendor()) if back else 0
+        vendor = processor.fields().get("vendor_id", "")
+        self.padding = padding(math.prod(self.full[:3]), self.full[3], vendor) if back else 0
         self.kept = [axis for axis in range(3) if self.full[axis] != 1]
         self.lanes = (*(self.full[axis] for axis in self.kept), self.full[3] + self.padding)
         self.exp2 = Exp2.create()
@@ -197,16 +196,6 @@ class Layout:
         sums = jnp.stack([jnp.sum(x, axis=-1).reshape(self.full[:3]) for x in lanes], axis=2)
         by_group = sums.reshape(sums.shape[0], groups, self.groups // groups, self.sizes.state)
         return by_group[:, :, 0] if groups == self.groups else jnp.sum(by_group, axis=2)
-
-
-@functools.cache
-def vendor() -> str:
-    """Who made this machine's processor, in Linux's words ("GenuineIntel", "AuthenticAMD"); empty where it has none."""
-    try:
-        lines = PROCESSORS.read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def bits(x: Array) -> Array:

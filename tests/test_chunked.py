@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_scan
-from pallas_scan import lanes
+from pallas_scan import lanes, processor
 from tests.cases import Case
 from tests.test_agreement import check
 
@@ -46,7 +46,7 @@ def test_rows_stay_aligned_on_intel():
 
 @pytest.mark.parametrize("vendor", ["AuthenticAMD", "GenuineIntel"])
 def test_gradients_are_right_on_either_processor(monkeypatch, vendor):
-    monkeypatch.setattr(lanes, "vendor", lambda: vendor)
+    monkeypatch.setattr(processor, "fields", lambda: {"vendor_id": vendor})
     case = Case(vendor, seq=20, dim=64, state=16, z=True, initial=True)
     rows = case.batch * case.state // lanes.WIDTHS_BACK[0]
     assert (lanes.padding(rows, case.dim, vendor) > 0) == (vendor == "AuthenticAMD")
@@ -63,7 +63,7 @@ def test_gradients_are_right_on_either_processor(monkeypatch, vendor):
     ],
 )
 def test_vendor_is_read_from_linux(tmp_path, monkeypatch, text, vendor):
-    monkeypatch.setattr(lanes, "PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "PROCESSORS", tmp_path / "cpuinfo")
     if text is not None:
-        lanes.PROCESSORS.write_text(text)
-    assert lanes.vendor.__wrapped__() == vendor
+        processor.PROCESSORS.write_text(text)
+    assert processor.fields.__wrapped__().get("vendor_id", "") == vendor

@@ -407,7 +407,7 @@ def record(shapes: list[inputs.Shape], results: list[dict[str, Any]]) -> dict[st
         "note": "rel_err = max|out-scan| / max|scan| (max over out or all grads)",
         "note_runs": "implementations of a cell take turns, "
         f"{' and '.join(_APART)} after the others; seed {_SEED.value}; preset {_PRESET.value}; "
-        f"processor {recording.processor()}",
+        f"processor {recording.processor_name()}",
     }
     if _compat.gpu_backend():
         config["ceilings"] = dataclasses.asdict(roofline.ceilings())

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import subprocess
 import tempfile
 from importlib import metadata
@@ -14,7 +13,7 @@ from typing import Any
 
 import jax
 
-PROCESSORS = pathlib.Path("/proc/cpuinfo")
+from pallas_scan import processor
 
 
 def device_record() -> dict[str, Any]:
@@ -34,13 +33,9 @@ def device_record() -> dict[str, Any]:
     }
 
 
-def processor() -> str | None:
-    """The processor's name and its identification, as Linux has them: a name alone may be a whole line of products."""
-    try:
-        text = PROCESSORS.read_text()
-    except OSError:
-        return None
-    fields = dict(re.findall(r"^([^\t:]+)\t*: (.*)$", text.partition("\n\n")[0], re.MULTILINE))
+def processor_name() -> str | None:
+    """With its identification: a name alone may be that of a whole line of products."""
+    fields = processor.fields()
     if "model name" not in fields:
         return None
     return f"{fields['model name']}, family {fields.get('cpu family')}, model {fields.get('model')}"
