@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 
 from pallas_scan import processor
-from tools import recording
+from tools import measurement, recording
 
 DEVICE_KEYS = [
     "jax",
@@ -95,17 +95,16 @@ def test_one_without_memory_is_recorded_as_such_and_the_others_are_measured(impo
         asked.append(None)
         return math.inf if len(asked) == 1 else 0.0
 
-    monkeypatch.setattr(tool, "available_bytes", enough_at_first)
+    monkeypatch.setattr(measurement, "available_bytes", enough_at_first)
     ((cell, programs),) = tool.compiled(tool.plan([(1, 32, 8, 4)]), 1)
-    scan, assoc = tool.measure_cell(cell, programs, samples=1, seconds=0.0, seed=0)
+    scan, assoc = measurement.measure_cell(cell, programs, samples=1, seconds=0.0, seed=0)
     assert scan["median_ms"] > 0 and "error" not in scan
     assert assoc["median_ms"] is None and assoc["error"].startswith("out of memory")
     assert assoc["xla_temp_mb"] > 0 and "rel_err_vs_scan" not in assoc
     assert "no memory" in tool.table([scan, assoc], [scan, assoc]).columns[4].cells
 
 
-def test_those_that_free_gigabytes_take_turns_after_the_others(import_tool):
-    tool = import_tool("benchmark")
+def test_those_that_free_gigabytes_take_turns_after_the_others():
     calls = []
 
     class Program:
@@ -120,18 +119,19 @@ def test_those_that_free_gigabytes_take_turns_after_the_others(import_tool):
             return types.SimpleNamespace(temp_size_in_bytes=0, argument_size_in_bytes=0, output_size_in_bytes=0)
 
     names = ("scan", "assoc", "chunked")
-    programs = [tool.Candidate(name, Program(name), 0.0) for name in names]
-    rows = tool.measure_cell(tool.Cell((1, 4, 2, 2), "float32", "fwd", names), programs, samples=2, seconds=9.0, seed=0)
+    programs = [measurement.Candidate(name, Program(name), 0.0) for name in names]
+    rows = measurement.measure_cell(
+        measurement.Cell((1, 4, 2, 2), "float32", "fwd", names), programs, samples=2, seconds=9.0, seed=0
+    )
     assert [row["impl"] for row in rows] == list(names) and rows[1]["rel_err_vs_scan"] == 0.0
     *together, last = (name for name, _ in itertools.groupby(calls))
     assert set(together) == {"scan", "chunked"} and last == "assoc"
     assert together[-4:] == ["scan", "chunked"] * 2  # sample by sample
 
 
-def test_an_error_other_than_memory_is_not_hidden(import_tool):
-    tool = import_tool("benchmark")
-    assert tool._is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes"))
-    assert not tool._is_out_of_memory(RuntimeError("INTERNAL: illegal memory access"))
+def test_an_error_other_than_memory_is_not_hidden():
+    assert measurement._is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes"))
+    assert not measurement._is_out_of_memory(RuntimeError("INTERNAL: illegal memory access"))
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_a_gpu_s_rows_have_kernel_times_and_their_ratio_to_the_floor(monkeypatch
     bytes_a_second = 1e3 * roofline.bytes_moved(shape, "fwd", "float32")
     monkeypatch.setattr(tool._compat, "gpu_backend", lambda: True)
     monkeypatch.setattr(roofline, "ceilings", lambda: roofline.Ceilings(1e12, bytes_a_second))
-    monkeypatch.setattr(tool, "copies", lambda x: [x])
+    monkeypatch.setattr(measurement, "copies", lambda x: [x])
     times = [KernelTime(2.0, 1.5, 2.5, {"a kernel": 2.0})]
-    monkeypatch.setattr(tool, "kernel_times", lambda programs, rotation: times * len(programs))
-    (cell,) = [tool.Cell(shape, "float32", "fwd", ("scan", "pallas"))]
+    monkeypatch.setattr(measurement, "kernel_times", lambda programs, rotation: times * len(programs))
+    (cell,) = [measurement.Cell(shape, "float32", "fwd", ("scan", "pallas"))]
     ((_, programs),) = tool.compiled([cell], threads=3)
-    scan, pallas = tool.measure_cell(cell, programs, samples=1, seconds=1.0, seed=0)
+    scan, pallas = measurement.measure_cell(cell, programs, samples=1, seconds=1.0, seed=0)
     assert "kernel_ms" not in scan and scan["floor_ms"] == pytest.approx(1.0)
     assert pallas["kernel_ms"] == 2.0 and pallas["x_floor"] == pytest.approx(2.0)
     assert pallas["kernels"] == {"a kernel": 2.0} and pallas["rel_err_vs_scan"] < 1e-5
