@@ -9,7 +9,8 @@ packed sequences across a border and reverse; out, final state and all gradients
 the sequence layout is timed: strong scaling (one length, cut into parts) and weak (one length a device).
 
 Efficiency is the time that perfect scaling would take over the time taken. Devices that share one CPU's cores have the
-same work to do together as one alone, so there it is the time of one device over that of all.
+same work to do together as one alone, so there it is the time of one device over that of all. A CPU's rows take three
+turns, and the fastest counts: on a virtual machine a program pays for seconds for pages that the host took back.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ LAYOUTS = ("batch", "dim", "seq")
 TIMED = ("u", "delta", "B", "C", "z", "segment_ids")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-7}  # max |got - want| / max |want|
 CHECKED = (8, 512, 64, 16)  # batch, seq, dim, state
+CPU_TURNS = 3
 
 _DEVICES = flags.DEFINE_integer("devices", 8, "Devices to make of a CPU; GPUs are taken as they are.", lower_bound=1)
 _PARTS = flags.DEFINE_list("parts", ["1", "2", "4", "8"], "Numbers of devices; more than there are is left out.")
@@ -53,7 +55,7 @@ _STATE = flags.DEFINE_integer("state", 16, "States a channel.", lower_bound=1)
 _STRONG = flags.DEFINE_list("strong", None, "Lengths cut into parts: 524288,2097152 on GPUs, 4096 on a CPU.")
 _WEAK = flags.DEFINE_integer("weak", None, "Length a device: 131072 on GPUs, 1024 on a CPU.", lower_bound=1)
 _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "float32, bfloat16 or both.")
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "To time a row for; at least three calls.", lower_bound=0.0)
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "To time a row for, a turn; at least three calls.", lower_bound=0.0)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write.")
 _PLOT = flags.DEFINE_string("plot", None, "Picture of the efficiencies to write.")
 _ESTIMATE = flags.DEFINE_string("estimate", None, "A recording of one GPU to estimate from, instead of measuring.")
@@ -296,19 +298,23 @@ def main(argv: list[str]) -> None:
     if not parts or uneven:
         raise app.UsageError(f"got --parts={_PARTS.value}, expected numbers of devices that divide {uneven or parts}")
 
-    checks, results, planned = [], [], list(rows(parts, strong, weak, batch, dim))
+    checks, planned = [], list(rows(parts, strong, weak, batch, dim))
+    turns = 1 if on_gpu else CPU_TURNS
+    fastest: dict[Row, dict[str, Any]] = {}
     with bar() as progress:
         several = [p for p in parts if p > 1]
-        task = progress.add_task("", total=len(planned) + len(several) * len(_DTYPES.value))
+        task = progress.add_task("", total=turns * len(planned) + len(several) * len(_DTYPES.value))
         for dtype in _DTYPES.value:
             for count in several:
                 progress.update(task, description=f"checking {count} devices, {dtype}")
                 checks.append({"parts": count, "dtype": dtype, "worst_relative_error": check(count, dtype)})
                 progress.advance(task)
-        for row in planned:
+        for row in planned * turns:
             progress.update(task, description=f"{row.scaling} {row.parts} x {row.shape[1]} {row.dtype} {row.mode}")
-            results.append(measure(row, _SECONDS.value))
+            result = measure(row, _SECONDS.value)
+            fastest[row] = min(fastest.get(row, result), result, key=lambda r: r["median_ms"])
             progress.advance(task)
+    results = list(fastest.values())
     add_efficiencies(results, shared_cores=not on_gpu)
     Console(width=150).print(table(results))
     if _OUT.value:
