@@ -24,7 +24,7 @@ from pallas_scan import sequence_sharding
 from pallas_scan.pallas_combine import between_devices, combine, summary_shapes
 from pallas_scan.pallas_cut import Cut
 from pallas_scan.pallas_layout import Flat, Layout, Spread
-from pallas_scan.pallas_math import LOG2_E, as_float32, exp2, sigmoid
+from pallas_scan.pallas_math import LOG2_E, as_float32, exp2, fma, sigmoid
 from pallas_scan.pallas_sums import Partial, over_rows
 from pallas_scan.pallas_tile import Program, Step, call, carried, kernel_inputs
 from pallas_scan.problem import Operands, Options
@@ -160,7 +160,7 @@ def _summary_kernel(program: Program) -> None:
         for step, position in reversed(steps):
             delta, _ = program.step_size(step.delta, bias, position)
             (C_t,) = program.matrix_tiles(step.C, C)
-            g = g + C_t * layout.of_vector(_cotangent_of_y(step, cut))
+            g = fma(C_t, layout.of_vector(_cotangent_of_y(step, cut)), g, cut)
             g = carried(exp2(layout.of_vector(delta) * A, cut) * g, step.keep)
             total = total + delta
         return g, total, following
@@ -198,7 +198,7 @@ def _gradient_kernel(program: Program) -> None:
         decay = exp2(layout.of_vector(delta) * A, cut)
         drive = delta * as_float32(step.u, cut)
         (B_t,) = program.matrix_tiles(step.B, B)
-        return carried(decay * h, step.keep) + layout.of_vector(drive) * B_t, decay
+        return fma(layout.of_vector(drive), B_t, carried(decay * h, step.keep), cut), decay
 
     def chunk_body(chunk, h, g, sums):
         positions = program.positions(chunk)
@@ -222,12 +222,12 @@ def _gradient_kernel(program: Program) -> None:
 
             if step.z is not None:
                 y = layout.over_states(after * C_t)
-                y = y if skip is None else y + skip * u
+                y = y if skip is None else fma(skip, u, y, cut)
                 z, dout = as_float32(step.z, cut), as_float32(step.dout, cut)
                 s = sigmoid(z)
                 dz = dout * y * s * (1.0 + z * (1.0 - s))
                 program.store_vector("dz", dz, program.batch, time, inside=inside)
-            g = g + C_t * layout.of_vector(dy)
+            g = fma(C_t, layout.of_vector(dy), g, cut)
             _matrix_gradient(program, sums, "dC", after * layout.of_vector(dy), time, inside)
             _matrix_gradient(program, sums, "dB", g * layout.of_vector(drive), time, inside)
             to_drive = layout.over_states(g * B_t)
@@ -235,12 +235,12 @@ def _gradient_kernel(program: Program) -> None:
             decay = decays[k] if _keeps_decays(cut) else exp2(layout.of_vector(one * delta) * A, cut)
             g = carried(decay * g, step.keep)
             to_exponent = carried(g * before, step.keep)
-            sums["dA"] = sums["dA"] + to_exponent * layout.of_vector(delta)
+            sums["dA"] = fma(to_exponent, layout.of_vector(delta), sums["dA"], cut)
             ddelta = u * to_drive + layout.over_states(to_exponent * A) * (1.0 / LOG2_E)
             du = delta * to_drive
             if skip is not None:
-                du = du + skip * dy
-                sums["dD"] = sums["dD"] + dy * u
+                du = fma(skip, dy, du, cut)
+                sums["dD"] = fma(dy, u, sums["dD"], cut)
             if cut.delta_softplus:
                 ddelta = ddelta * sigmoid(raw_delta)
             if bias is not None:

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from pallas_scan import sequence_sharding
 from pallas_scan.pallas_cut import Cut
-from pallas_scan.pallas_math import LOG2_E, exp2
+from pallas_scan.pallas_math import LOG2_E, exp2, fma
 from pallas_scan.pallas_tile import Program, carried, launch, load, segment_passes
 from pallas_scan.problem import Operands, Options
 
@@ -126,7 +126,8 @@ def _through(
     summaries = [read(segment) for segment in segments]
     for segment, (end, total, keep) in zip(segments, summaries, strict=True):
         write(segment, h)
-        h = carried(exp2(total * A, cut) * h, keep) + end
+        decay = exp2(total * A, cut)
+        h = fma(decay, h, end, cut) if keep is None else carried(decay * h, keep) + end
     return h
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Array
 from pallas_scan import sequence_sharding
 from pallas_scan.pallas_combine import Lanes, between_devices, combine, summary_shapes
 from pallas_scan.pallas_cut import Cut
-from pallas_scan.pallas_math import as_float32, exp2, sigmoid
+from pallas_scan.pallas_math import as_float32, exp2, fma, sigmoid
 from pallas_scan.pallas_tile import Program, Step, call, carried, kernel_inputs, segment_passes
 from pallas_scan.problem import Operands, Options
 
@@ -144,7 +144,7 @@ def _advance(program: Program, constants: Constants, h: list[Array], step: Step,
         passed = carried(exp2(layout.of_vector(delta) * A, cut) * tile, step.keep)
         if rows is None:  # of one tile, after its exps: ptxas kept to 168 registers on sm_86 otherwise, and spilled 60
             rows = program.matrix_tiles(step.B, constants.B)
-        after.append(passed + layout.of_vector(drive) * rows[number])
+        after.append(fma(layout.of_vector(drive), rows[number], passed, cut))
     return after
 
 
@@ -185,7 +185,7 @@ def _scan(program: Program, constants: Constants, h: list[Array]) -> list[Array]
             h = _advance(program, constants, h, step, delta)
             y = _read_out(program, h, program.matrix_tiles(step.C, constants.C))
             if constants.skip is not None:
-                y = y + constants.skip * as_float32(step.u, cut)
+                y = fma(constants.skip, as_float32(step.u, cut), y, cut)
             if step.z is not None:
                 z = as_float32(step.z, cut)
                 y = y * z * sigmoid(z)
@@ -202,7 +202,7 @@ def _read_out(program: Program, h: list[Array], C: list[Array]) -> Array:
     """Σ over the state of h C; over tiles first, where a multiply and an add are one instruction."""
     products = h[0] * C[0]
     for tile, row in zip(h[1:], C[1:], strict=True):
-        products = products + tile * row
+        products = fma(tile, row, products, program.cut)
     return program.layout.over_states(products)
 
 
