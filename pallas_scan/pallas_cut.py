@@ -16,8 +16,9 @@ from pallas_scan.problem import Operands, Options
 
 MAX_CHUNK = 16  # steps unrolled in a loop body; the compiler's time grows faster than their number
 MAX_STATE = 256  # states of one tile; more are split over several scans (pallas_triton.py)
+WIDE = 128  # channels a warp, from which on a thread of a tile has all states of its channels
 MAX_STATE_TOGETHER = 16  # a thread holds all states of its channel, twice with A
-TILE_STATES = 4  # of a tile where segments lie side by side: rows of B and C come in loads of as many
+TILE_STATES = 4  # of a tile where a thread has all states of its channels: rows of B and C come in loads of as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Cut:
     num_warps: int
     segment: int
     together: int  # segments of a program
+    in_thread: bool  # whether a thread has one channel of a segment with all its states
+    tile_states: int
     save_every: int
     reverse: bool
     delta_softplus: bool
@@ -42,10 +45,6 @@ class Cut:
     @property
     def state_block(self) -> int:
         return _power_of_two(self.state)
-
-    @property
-    def tile_states(self) -> int:
-        return self.state_block if self.together == 1 else min(TILE_STATES, self.state_block)
 
     @property
     def tiles(self) -> int:
@@ -65,7 +64,7 @@ class Cut:
     @property
     def states_contiguous(self) -> bool:
         """Whether A is read with the states of a channel next to each other."""
-        return self.together > 1 or self.dim_block <= 16
+        return self.in_thread or self.dim_block <= 16
 
     @property
     def width(self) -> int:
@@ -133,6 +132,8 @@ def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, i
             num_warps //= 2
         unit = options.save_every if intervals else chunk
         segment = min(-(-config.segment // unit), -(-seq // unit)) * unit
+    in_thread = together > 1 or (not intervals and num_warps == 1 and dim_block == 32 and state_block > TILE_STATES)
+    split = in_thread or (not intervals and dim_block >= WIDE * num_warps)
     return Cut(
         batch=batch,
         seq=seq,
@@ -144,6 +145,8 @@ def fit(config: KernelConfig, ops: Operands, options: Options, *, thread: int, i
         num_warps=num_warps,
         segment=segment,
         together=together,
+        in_thread=in_thread,
+        tile_states=min(TILE_STATES, state_block) if split else state_block,
         save_every=options.save_every,
         reverse=options.reverse,
         delta_softplus=options.delta_softplus,

@@ -117,24 +117,39 @@ class Program:
         mask = both(self._vector_mask(inside), self.layout.once_in_vector, self.layout.vector)
         self._store(name, value, self._vector_index(index), mask)
 
-    def tile(self, name: str, *index: Any) -> Array:
+    def tile(self, name: str, *index: Any, number: int = 0) -> Array:
         """Of an array whose last axes are state, dim."""
-        return self.load(name, *index, *self._tile_index(), mask=self._tile_mask())
+        return self.load(name, *index, *self._tile_index(number), mask=self._tile_mask(number))
 
-    def store_tile(self, name: str, value: Array, *index: Any) -> None:
-        self._store(name, value, (*index, *self._tile_index()), self._tile_mask())
+    def tiles(self, name: str, *index: Any) -> list[Array]:
+        """The state, out of an array whose last axes are state, dim."""
+        if not self.cut.in_thread:
+            return [self.tile(name, *index, number=number) for number in range(self.cut.tiles)]
+        # State by state: of a tile the layout would follow the load, and the whole loop's cross shared memory.
+        tiles = [jnp.zeros(self.layout.tile, jnp.float32)] * self.cut.tiles
+        for state in range(self.cut.state):
+            number, row = divmod(state, self.cut.tile_states)
+            value = self.layout.of_vector(self.vector(name, *index, jnp.int32(state)))
+            tiles[number] = jnp.where(self._row_of_tile(row), value, tiles[number])
+        return tiles
+
+    def store_tile(self, name: str, value: Array, *index: Any, number: int = 0) -> None:
+        self._store(name, value, (*index, *self._tile_index(number)), self._tile_mask(number))
 
     def store_tiles(self, name: str, tiles: list[Array], *index: Any, inside: Array | None = None) -> None:
         """The state into an array whose last axes are state, dim."""
-        if self.cut.together == 1:
-            self.store_tile(name, tiles[0], *index)
+        if not self.cut.in_thread:
+            for number, tile in enumerate(tiles):
+                self.store_tile(name, tile, *index, number=number)
             return
         # State by state: of a tile the layout would follow the store, and cross shared memory.
         for state in range(self.cut.state):
-            tile, row = divmod(state, self.cut.tile_states)
-            here = self.layout.states(tiles[tile].shape) == row
-            value = jnp.sum(jnp.where(here, tiles[tile], -0.0), axis=-2)
+            number, row = divmod(state, self.cut.tile_states)
+            value = jnp.sum(jnp.where(self._row_of_tile(row), tiles[number], -0.0), axis=-2)
             self.store_vector(name, value, *index, jnp.int32(state), inside=inside)
+
+    def _row_of_tile(self, row: int) -> Array:
+        return self.layout.states(self.layout.tile) == row
 
     def store_column(self, name: str, value: Array, *index: Any, inside: Array | None = None) -> None:
         """A value a state, as sums over channels are, into an array whose last axis is state."""
@@ -162,10 +177,6 @@ class Program:
             return self.load(name, self.row(name), *index, mask=self._tile_mask(number))
 
         return [load(number) for number in range(self.cut.tiles)]
-
-    def segment_start(self) -> Array:
-        """What the segment starts from, where there are several."""
-        return self.tile("starts", self.batch, self.segment)
 
     # --- what a program's threads hand each other, where segments lie side by side ---
 
@@ -205,7 +216,7 @@ class Program:
 
     def _tile_mask(self, number: int = 0) -> Array | None:
         shape = self.layout.tile
-        states = self._exist(self.layout.states(shape, number)) if self.cut.together == 1 else None  # there A is whole
+        states = None if self.cut.together > 1 else self._exist(self.layout.states(shape, number))  # there A is whole
         channels = None if self.channel_mask is None else self.layout.on_tile(self.channel_mask)
         return both(states, channels, shape)
 
@@ -285,7 +296,7 @@ class Program:
 
     @property
     def _rows_ahead(self) -> bool:
-        return self.cut.together == 1 and self.layout.states_contiguous
+        return self.layout.states_contiguous and not self.cut.in_thread
 
     def _with_matrices(self, steps: list[Step], positions: list[Array], B: bool, C: bool) -> list[Step]:
         return [self.matrices(s, p, B=B, C=C) for s, p in zip(steps, positions, strict=True)]
@@ -294,7 +305,7 @@ class Program:
         """δ, and delta with its bias, in float32. Steps that do not exist have δ = 0: they leave the state as it is."""
         raw = as_float32(delta, self.cut)
         raw = raw if bias is None else raw + bias
-        size = softplus(raw) if self.cut.delta_softplus else raw
+        size = softplus(raw, self.cut) if self.cut.delta_softplus else raw
         inside = self.inside(position)
         if inside is not None and (bias is not None or self.cut.delta_softplus):
             size = jnp.where(along(inside, size.shape, 0) if inside.ndim else inside, size, 0.0)
@@ -307,7 +318,7 @@ class Program:
         """B or C in tiles where it does not vary; None where it does."""
         if len(self.refs[name].shape) != 3:
             return None
-        return self.parameter_tiles(name, states_contiguous=self.cut.together > 1)
+        return self.parameter_tiles(name, states_contiguous=self.cut.in_thread)
 
     def matrix_tiles(self, rows: list[Array] | None, fixed: list[Array] | None) -> list[Array]:
         """B or C so that they multiply tiles: one step's rows, or the tiles where it does not vary."""
@@ -336,13 +347,13 @@ def kernel_inputs(ops: Operands, cut: Cut) -> dict[str, Array]:
 
     def fixed(x: Array) -> Array:
         x = x.astype(jnp.float32)
-        return tiled(x) if cut.together == 1 else whole(x)
+        return whole(x) if cut.in_thread else tiled(x)
 
     A = ops.A if cut.states_contiguous else tiled(ops.A)
     inputs = {
         "u": ops.u,
         "delta": ops.delta,
-        "A": A if cut.together == 1 else whole(A),
+        "A": whole(A) if cut.in_thread else A,
         "B": ops.B if ops.B.ndim == 4 else fixed(ops.B),
         "C": ops.C if ops.C.ndim == 4 else fixed(ops.C),
         "D": ops.D,

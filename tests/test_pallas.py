@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import pallas_scan
 from pallas_scan import KernelConfig, ScanConfig, _compat, config, pallas_cut, pallas_math, tuning
@@ -67,12 +68,30 @@ def test_segments_side_by_side_are_one_kernel_and_whole_rounds():
     assert over_devices.together == 1  # devices exchange summaries between kernels
 
 
-def test_softplus_keeps_its_relative_error_where_it_is_small():
-    x = jnp.linspace(-80.0, 80.0, 200_001)
-    got = np.asarray(jax.jit(pallas_math.softplus)(x), np.float64)
-    np.testing.assert_allclose(got, np.logaddexp(0.0, np.asarray(x, np.float64)), rtol=1e-6)
-    ends = pallas_math.softplus(jnp.array([-jnp.inf, jnp.inf, jnp.nan]))
-    np.testing.assert_array_equal(ends, [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("place", ["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def test_softplus_and_sigmoid_keep_their_relative_error_where_they_are_small(place):
+    interpret = place == "interpreted"
+    ops = jax.eval_shape(functools.partial(inputs.operands, (1, 8, 8, 8)))
+    options = Options(save_every=8)
+    cut = pallas_cut.fit(KernelConfig(4, 8, 1, 8), ops, options, thread=64, interpret=interpret, intervals=False)
+    x = jnp.concatenate([jnp.linspace(-80.0, 80.0, 2**16 - 3), jnp.array([-jnp.inf, jnp.inf, jnp.nan])])
+
+    def kernel(x_ref, softplus_ref, sigmoid_ref):
+        softplus_ref[:] = pallas_math.softplus(x_ref[:], cut)
+        sigmoid_ref[:] = pallas_math.sigmoid(x_ref[:], cut)
+
+    block = pl.BlockSpec((1024,), lambda i: (i,))
+    call = pl.pallas_call(
+        kernel, grid=(x.size // 1024,), in_specs=[block], out_specs=[block] * 2, out_shape=[x] * 2, interpret=interpret
+    )
+    softplus, sigmoid = (np.asarray(y, np.float64) for y in call(x))
+    given = np.asarray(x[:-3], np.float64)
+    np.testing.assert_allclose(softplus[:-3], np.logaddexp(0.0, given), rtol=1e-6)
+    np.testing.assert_array_equal(softplus[-3:], [0.0, np.inf, np.nan])
+    near = given > -20.0  # beyond, where a gate is 1e-9, the rounding of x log2 e shows
+    np.testing.assert_allclose(sigmoid[:-3][near], 1.0 / (1.0 + np.exp(-given[near])), rtol=1.5e-6)
+    np.testing.assert_allclose(sigmoid[:-3], 1.0 / (1.0 + np.exp(-given)), rtol=1e-5)
+    np.testing.assert_array_equal(sigmoid[-3:], [0.0, 1.0, np.nan])
 
 
 def _arguments(shape, dtype):
